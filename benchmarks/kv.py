@@ -22,6 +22,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kv_chaos import index_equal
 from benchmarks.kv_disk import corrupt, measure_shares
 from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, ThrottledStore, running
 from benchmarks.kv_peers import measure_peer, nixl_read_share
@@ -53,6 +54,7 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     corrupt_injected: int  # blocks that were damaged, and reads and writes that failed
     corrupt_caught: int
     corrupt_served: int  # with other bytes than were stored
+    index_equal: bool  # an index of the engine's events equals its caches, after aborts, resets and damaged loads
     disk_read_share: float  # speed of the store / that of dd with direct I/O
     disk_write_share: float
     disk_path: str  # direct or buffered
@@ -88,6 +90,7 @@ GOALS = {
     "corrupt_injected": "> 100",
     "corrupt_caught": "all",
     "corrupt_served": "0",
+    "index_equal": "True",
     "disk_read_share": ">= 0.8",
     "disk_write_share": ">= 0.7",
     "shared_prefix_loads": "1",
@@ -112,8 +115,11 @@ def main(argv: list[str]) -> int:
     Console().print(table_of(report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
-    if any((report.wrong_tokens, report.failed, report.over_limit_bytes, report.corrupt_served)):
-        raise EngineError("an answer was wrong or failed, or a limit was passed", hint="this is a bug: report it")
+    problems = (report.wrong_tokens, report.failed, report.over_limit_bytes, report.corrupt_served)
+    if any(problems) or not report.index_equal:
+        raise EngineError(
+            "an answer or index was wrong, a request failed, or a limit was passed", hint="this is a bug: report it"
+        )
     return 0
 
 
@@ -221,6 +227,9 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
             peer = await measure_peers(config, plain, console)
             assert engine._info is not None
             layout = engine._info.layout
+        seed = time.time_ns() % 10_000
+        console.print(f"aborts, resets and damaged loads (seed {seed})")
+        is_equal = await index_equal(config, layout.block_bytes, Path(folder), seed)
         console.print("the disk by itself")
         shares = measure_shares(Path(folder), layout.block_bytes, config.disk_mib // 4, config.rounds)
         damages = corrupt(Path(folder), layout.block_bytes), corrupt_shared(Path(folder), layout.block_bytes)
@@ -230,6 +239,7 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
         corrupt_injected=sum([each.injected for each in damages]),
         corrupt_caught=sum([each.caught for each in damages]),
         corrupt_served=sum([each.served for each in damages]),
+        index_equal=is_equal,
         disk_read_share=shares.read,
         disk_write_share=shares.write,
         disk_path=shares.path,

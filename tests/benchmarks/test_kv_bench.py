@@ -31,6 +31,7 @@ def test_both_sides_answer_alike_and_prompts_come_back(capsys: pytest.CaptureFix
     assert report.peer_transfer == "nixl" if report.nixl_read_share else "shm"
     assert report.corrupt_caught == report.corrupt_injected > 100
     assert report.corrupt_served == 0
+    assert report.index_equal
 
 
 @pytest.mark.long
@@ -41,7 +42,7 @@ def test_wrong_bytes_fail_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys:
         load(self, addresses, lambda payload: take(payload[::-1].copy()))
 
     monkeypatch.setattr(kv.ThrottledStore, "load", spoil)
-    with pytest.raises(EngineError, match="an answer was wrong"):
+    with pytest.raises(EngineError, match="an answer or index was wrong"):
         kv.main(SHORT)
     capsys.readouterr()
 
