@@ -329,12 +329,10 @@ class Scheduler:
             self._running.remove(sequence)
         elif not self._joined.leave(sequence):
             self._waiting.remove(sequence)
-        if sequence not in self._in_step:  # the step still writes to its blocks: nobody may have them before its end
-            self._free(sequence)
+        self._free(sequence)
 
     def plan(self) -> Step:
         """Choose the next step. Pulls run beside it; a step without rows need not be executed."""
-        self._end_step()  # of one that was never completed
         step = Step()
         budget = self._limits.max_step_tokens
         for sequence in sorted(self._running, key=lambda s: s.num_missing > 1):  # decoding sequences go first
@@ -355,16 +353,19 @@ class Scheduler:
     def plan_moves(self) -> Step:
         """Choose the pulls and loads that can begin now, although a step is being computed: it has no rows.
 
-        Those who wait are admitted in turn, up to the first one whose KV comes from nowhere.
+        Those who wait are admitted in turn, up to the first one whose KV comes from nowhere. Nobody is, if a request of
+        the step was aborted: the step still writes to blocks that are free by now.
         """
         step = Step()
+        if any(sequence.aborted for sequence in self._in_step):
+            return step
         while self._waiting and self._may_move(self._waiting[0]) and (sequence := self._admit_next()) is not None:
             self._moves(sequence, step)
         return step
 
     def complete(self, step: Step, results: Sequence[Result]) -> list[Output]:
         """Take the step's results in. Requests aborted meanwhile are skipped."""
-        self._end_step()
+        self._in_step = []
         outputs: list[Output] = []
         for row, sequence, result in zip(step.rows, step.sequences, results, strict=True):
             if sequence.aborted:
@@ -380,12 +381,6 @@ class Scheduler:
             elif isinstance(result, Scored):
                 outputs += self._score(sequence, result)
         return outputs
-
-    def _end_step(self) -> None:
-        for sequence in self._in_step:
-            if sequence.aborted:
-                self._free(sequence)
-        self._in_step = []
 
     def plan_run(self) -> DecodeRun | None:
         """Steps that `plan` and `complete` would go through with nothing but tokens to tell, or None.

@@ -1,8 +1,8 @@
 """The engine of our own: drives scheduler, executor and KV transfer, one step after the other.
 
 All state lives on the event loop. `Executor` calls run in a thread, one at a time; those of an executor with a pace of
-its own (the mock's) on the loop too. Pulls and loads begin and get their blocks during steps too: what an aborted
-request of the step held is handed out when the step has ended (`Scheduler.abort`).
+its own (the mock's) on the loop too. Pulls and loads begin and get their blocks during steps too, but not after a
+request of the step was aborted: what it held may be written to until the step has ended (`Scheduler.plan_moves`).
 """
 
 import asyncio

@@ -176,7 +176,7 @@ def test_a_pull_begins_while_a_step_is_computed_but_overtakes_nobody() -> None:
 
 def test_blocks_of_an_aborted_request_are_handed_out_after_its_step() -> None:
     """The step still writes to them, and a pull that began meanwhile would be overwritten."""
-    scheduler = make(num_blocks=4)
+    scheduler = make()
     scheduler.add(request("leaves", range(9)))
     step = scheduler.plan()
     scheduler.abort(RequestId("leaves"))
