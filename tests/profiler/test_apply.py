@@ -26,6 +26,7 @@ from profiler.deployment.request import DeploymentRequest, read_request
 from profiler.files import write_profile
 from profiler.picks import pick
 from protocol.errors import ConfigError
+from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 from tests.support.planning import an_8b
 
@@ -172,7 +173,7 @@ def test_a_local_mesh_is_deployed_judged_and_planned_again(tmp_path: Path) -> No
             [*command, "--out-dir", str(out), "--no-png"], stdout=written, stderr=written, env=dict(os.environ)
         )
     try:
-        until(log, "deployed: ")
+        until(lambda: "deployed: " in log.read_text(), what="the deployment")
         port = int(log.read_text().split("deployed: ")[1].split("http://127.0.0.1:")[1].split()[0])
         with ThreadPoolExecutor(64) as asking:
             began_s = time.monotonic()
@@ -186,10 +187,3 @@ def test_a_local_mesh_is_deployed_judged_and_planned_again(tmp_path: Path) -> No
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE_S) == 0
-
-
-def until(log: Path, text: str) -> None:
-    began_s = time.monotonic()
-    while text not in log.read_text():
-        assert time.monotonic() - began_s < PATIENCE_S, log.read_text()
-        time.sleep(0.2)

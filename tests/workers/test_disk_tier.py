@@ -2,8 +2,6 @@
 
 import asyncio
 import errno
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +18,7 @@ from protocol.events import Stored
 from protocol.ids import new_worker_id
 from protocol.tiers import Tier
 from tests.support.disk import FailingIo
+from tests.support.killed import fill_and_kill
 from tests.support.patience import PATIENCE_S
 from tests.workers.test_tiers import BLOCK, BLOCK_BYTES, BLOCKS, PROMPT, Serving, others
 from workers.config import WorkerConfig
@@ -314,27 +313,8 @@ def test_settings_of_a_worker_become_tiers() -> None:
         WorkerConfig(engine="vllm", model_path="m", kv_disk="/kv")
 
 
-KILLED = """
-import asyncio, pathlib, sys
-from tests.workers.test_disk_tier import started, use_twice
-
-async def main():
-    serving = await started(pathlib.Path(sys.argv[1]))
-    await use_twice(serving)
-    print("ready", flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
 async def test_blocks_survive_kill_9(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.kill()
+    fill_and_kill(__name__, tmp_path)
     serving = await started(tmp_path)
     assert (await serving.ask(PROMPT)).cached_tokens == 10 * BLOCK
     await serving.engine.stop()

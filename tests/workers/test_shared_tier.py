@@ -1,8 +1,6 @@
 """KV in shared storage serves all workers of a model, and broken storage is no broken worker."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from protocol.errors import ConfigError
 from protocol.events import Stored
 from protocol.ids import new_worker_id
 from protocol.tiers import Tier
+from tests.support.killed import fill_and_kill
 from tests.support.shared import FailingObjects, objects_in
 from tests.workers.test_tiers import BLOCK, BLOCK_BYTES, BLOCKS, PROMPT, Serving, others
 from workers.config import WorkerConfig
@@ -273,27 +272,8 @@ def test_a_folder_that_cannot_be_made_is_an_io_error(tmp_path: Path) -> None:
         FolderObjects(tmp_path / "file")
 
 
-KILLED = """
-import asyncio, pathlib, sys
-from tests.workers.test_shared_tier import started, use_twice
-
-async def main():
-    serving = await started(pathlib.Path(sys.argv[1]))
-    await use_twice(serving)
-    print("ready", flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
 async def test_blocks_of_a_killed_worker_serve_another(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.kill()
+    fill_and_kill(__name__, tmp_path)
     serving = await started(tmp_path)
     assert (await serving.ask(PROMPT)).cached_tokens == 10 * BLOCK
     await serving.engine.stop()

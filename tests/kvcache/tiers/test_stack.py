@@ -214,7 +214,7 @@ def test_reuse_remembers_as_many_names_as_the_tier_has_blocks() -> None:
 
 
 def test_copying_goes_on_while_what_comes_back_is_missed() -> None:
-    """It may take longer than the patience until the first copy is asked for."""
+    """Ask for the first copy after more blocks than the patience is."""
     stack = Stack(device=16, host=64)
     names = [prompt(100 + number, 4) for number in range(12)]
     for tokens in [*names, *names, *names]:
