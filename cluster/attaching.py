@@ -112,7 +112,7 @@ async def watch_who_joins(
             card = decode_card(change.value, WorkerCard)
         except WireError:  # of another version of kvmesh: not ours
             continue
-        if card.pid == supervisor.pid(card.name):
+        if card.pid == await supervisor.settled_pid(card.name):
             joined[change.key] = card.name
             tell(describe(card))
 

@@ -116,7 +116,8 @@ class Crew:
                     continue
                 if (member := self._members.get(card.name)) is not None:
                     member.cards[change.key] = card
-                    self._on_card(member, card)
+                    if card.pid == await self._supervisor.settled_pid(card.name):  # else: of a killed worker, or a mesh
+                        self._on_card(member, card)
             elif isinstance(change, Deleted):
                 if change.has_lapsed and self._runs(change.key):
                     continue  # it has lost discovery only
@@ -130,8 +131,6 @@ class Crew:
         return any(card.pid == self._supervisor.pid(member.name) for member, card in cards)
 
     def _on_card(self, member: Member, card: WorkerCard) -> None:
-        if card.pid != self._supervisor.pid(member.name):  # the card of a killed worker, or of another mesh
-            return
         member.card = card
         if member.is_down:
             member.is_down = False

@@ -95,26 +95,19 @@ class Cluster:
         async for change in self._discovery.watch(""):
             if isinstance(change, Put) and change.key.startswith("frontends/"):
                 frontend = decode(change.value, FrontendCard)
-                if frontend.url != self.url and self._is_of_our_frontend(frontend.pid):
+                ours = await self.supervisor.settled_pid("frontend")
+                if frontend.url != self.url and _is_of(ours, frontend.pid):
                     self.url, self.mesh_url = frontend.url, frontend.mesh_url
                     tell(f"frontend listens on {self.url}")
             elif isinstance(change, Put) and change.key.startswith("workers/"):
                 card = decode(change.value, WorkerCard)
-                if card.pid == self.supervisor.pid(card.name):
+                if card.pid == await self.supervisor.settled_pid(card.name):
                     self.cards[card.name] = card
                     tell(f"{card.name} is ready ({card.total_blocks} KV blocks of {card.block_size} tokens)")
             if self.url and len(self.cards) == expected:
                 break
         await self._until_frontend_sees(expected)
         self.crew.is_complete = True
-
-    def _is_of_our_frontend(self, pid: int) -> bool:
-        """Tell if this is our frontend or one of its processes; else the card is left from a killed mesh."""
-        ours = self.supervisor.pid("frontend")
-        try:
-            return ours is not None and ours in (pid, psutil.Process(pid).ppid())
-        except psutil.NoSuchProcess:
-            return False
 
     async def _until_frontend_sees(self, workers: int) -> None:
         """Wait until the frontend, and a router with its own process, know the workers.
@@ -157,6 +150,14 @@ class Cluster:
         await self.supervisor.stop([PLANNER], timeout_s)
         await self.supervisor.stop(["frontend"], timeout_s)
         await self.supervisor.stop_all(timeout_s)
+
+
+def _is_of(frontend: int | None, pid: int) -> bool:
+    """Return whether a card is of our frontend or one of its processes; else a killed mesh has left it."""
+    try:
+        return frontend is not None and frontend in (pid, psutil.Process(pid).ppid())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def make_run_dir(given: str) -> Path:

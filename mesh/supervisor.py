@@ -60,6 +60,7 @@ class Supervisor:
         self._specs: dict[str, ProcessSpec] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._starting: dict[str, asyncio.Event] = {}  # set when their pid is known
         self._ending: set[str] = set()  # they got a SIGTERM; a second one would cancel their work
         self.failed = asyncio.Event()
         self.failure: MeshError | None = None
@@ -86,6 +87,15 @@ class Supervisor:
     def pid(self, name: str) -> int | None:
         process = self._running.get(name)
         return None if process is None else process.pid
+
+    async def settled_pid(self, name: str) -> int | None:
+        """Return the pid of a process. Wait if the process is being started, so that what it says is not a stranger's.
+
+        On a busy machine a process can be ready before the event loop that started it has heard of its pid.
+        """
+        if (starting := self._starting.get(name)) is not None:
+            await starting.wait()
+        return self.pid(name)
 
     def pids(self) -> dict[str, int]:
         return {name: process.pid for name, process in self._running.items()}
@@ -162,12 +172,12 @@ class Supervisor:
         while True:
             started = clock()
             try:
-                process = await self._spawn(self._specs[name])
+                await self._spawn(self._specs[name])
             except OSError as error:
                 delay, ended = None, "no process"
                 failure: MeshError = EngineError(f"{name} cannot be started: {error}")
             else:
-                code = await process.wait()
+                code = await self._running[name].wait()
                 self._running.pop(name, None)
                 run_times_s = [*run_times_s[-MAX_QUICK_EXITS:], clock() - started]
                 times_down = 0 if run_times_s[-1] >= STABLE_S else times_down
@@ -186,19 +196,23 @@ class Supervisor:
                 self._tell(f"{name} ended with {ended}, starting it again")
             await asyncio.sleep(delay)
 
-    async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
-        with self._output_of(spec.name) as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **spec.env, PARENT_PID: str(os.getpid())},
-                start_new_session=True,  # a Ctrl-C in the terminal is for us alone: we stop the processes in order
-            )
-        self._running[spec.name] = process
-        return process
+    async def _spawn(self, spec: ProcessSpec) -> None:
+        """Start a process and put it among the running ones. Raise OSError if it cannot be started."""
+        known = self._starting[spec.name] = asyncio.Event()
+        try:
+            with self._output_of(spec.name) as output:
+                self._running[spec.name] = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *spec.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **spec.env, PARENT_PID: str(os.getpid())},
+                    start_new_session=True,  # a Ctrl-C in the terminal is for us alone: we stop the processes in order
+                )
+        finally:
+            del self._starting[spec.name]
+            known.set()
 
     @contextmanager
     def _output_of(self, name: str) -> Iterator[IO[bytes] | None]:

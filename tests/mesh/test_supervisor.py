@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -306,3 +307,30 @@ async def test_an_optional_process_reports_its_failure_to_its_owner(watched: Wat
     await until(lambda: bool(failures))
     assert isinstance(failures[0], ConfigError)
     assert not watched.supervisor.failed.is_set()
+
+
+async def test_a_pid_is_known_before_the_words_of_a_process_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop hears of a new process late: that one is up meanwhile."""
+    really_create, may_return = asyncio.create_subprocess_exec, asyncio.Event()
+
+    async def create_slowly(*argv: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await really_create(*argv, **options)
+        await may_return.wait()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_slowly)
+    supervisor = Supervisor(tmp_path)
+    supervisor.start(ProcessSpec("p", ["-c", FOREVER]))
+    try:
+        await until(lambda: "up" in supervisor.log_tail("p"))
+        asking = asyncio.create_task(supervisor.settled_pid("p"))
+        await asyncio.sleep(0)
+        assert supervisor.pid("p") is None and not asking.done()
+        may_return.set()
+        assert await asking == supervisor.pid("p") is not None
+        assert await supervisor.settled_pid("of nobody") is None
+    finally:
+        may_return.set()
+        await supervisor.kill_all()

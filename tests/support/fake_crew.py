@@ -43,6 +43,9 @@ class FakeSupervisor:
     def pid(self, name: str) -> int | None:
         return self._running.get(name)
 
+    async def settled_pid(self, name: str) -> int | None:
+        return self.pid(name)
+
     def pids(self) -> dict[str, int]:
         return dict(self._running)
 
