@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from tests.containers.engine import Engine
 from tests.containers.images import ROOT, Images
 from tests.support.guide import commands_of
+from tests.support.ports import free_port
 
 PROJECT = f"kvmesh-test-{os.getpid()}"
 WAIT_S = 180.0
@@ -172,8 +172,3 @@ def guide_line(command: str) -> str:
     found = [line for line in lines if line == command or (dots and line.startswith(beginning))]
     assert len(found) == 1, f"docs/cluster.md, Compose, has {len(found)} commands {command!r}"
     return found[0]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

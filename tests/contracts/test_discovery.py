@@ -17,9 +17,10 @@ from mesh.discovery import BACKENDS, Change, Deleted, Discovery, Put, open_disco
 from mesh.discovery.file import FileDiscovery
 from mesh.discovery.memory import MemoryDiscovery
 from protocol.errors import ConfigError
-from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
+from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.fake_cluster import FakeCluster
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 
 @pytest_asyncio.fixture(params=["memory", *BACKENDS])

@@ -1,7 +1,6 @@
 """Services that run with the chart's own commands listen on the ports that its policies open, and on no other."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from kvcache.transfer.backend import choose_backend
 from tests.support.chart import container_of, flags_of, in_a_pod, needs_helm, rendered
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 pytestmark = [needs_helm, pytest.mark.e2e]
 
@@ -26,12 +26,6 @@ OWN_PORTS = (
     "--ext-proc-port",
     "--gossip-port",
 )  # one number each: replaced by free ones
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Service:

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from tests.support.fake_slurm import Node, write_fake_slurm
 from tests.support.guide import commands_of
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port, free_ports_in_a_row
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "kvmesh.sbatch"
@@ -32,12 +32,6 @@ pytestmark = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class Job:
     """The batch script of a job, on nodes that all are this machine."""
 
@@ -47,7 +41,12 @@ class Job:
         self.port = free_port()
         environ = os.environ | slurm | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         environ |= {"MODEL_PATH": str(CHECKPOINT_DIR), "MODEL": "tiny", "ENGINE": "mock", "PYTHON": sys.executable}
-        environ |= {"PORT": str(self.port), "ETCD_PORT": str(free_port()), "TMPDIR": str(folder), "DRAIN_S": "2"}
+        environ |= {
+            "PORT": str(self.port),
+            "ETCD_PORT": str(free_ports_in_a_row(2)),
+            "TMPDIR": str(folder),
+            "DRAIN_S": "2",
+        }
         environ |= {"FOLDER": str(self.folder), "PAUSE_S": "0.1", "READY_S": str(int(PATIENCE_S))}
         self.log = folder / "job.log"
         with self.log.open("wb") as log:
@@ -148,7 +147,7 @@ def test_the_commands_of_the_guide_lead_to_a_first_token(tmp_path: Path) -> None
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     environ = os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHON": sys.executable}
     environ |= {"MODEL": "llama-3.1-8b", "TMPDIR": str(tmp_path), "DRAIN_S": "2", "PORT": str(free_port())}
-    environ |= {"ETCD_PORT": str(free_port())}
+    environ |= {"ETCD_PORT": str(free_ports_in_a_row(2))}
 
     def run(command: str) -> str:
         command = command.replace("/models/llama-3.1-8b", str(CHECKPOINT_DIR)).replace("ENGINE=vllm", "ENGINE=mock")
@@ -160,12 +159,15 @@ def test_the_commands_of_the_guide_lead_to_a_first_token(tmp_path: Path) -> None
     job = psutil.Process(int((tmp_path / "bin" / "pid").read_text()))
     children = []
     try:
-        until(lambda: (tmp_path / "kvmesh-4711" / "url").exists(), PATIENCE_S, "the URL")
+        url = tmp_path / "kvmesh-4711" / "url"
+        until(lambda: url.exists() or not job.is_running(), PATIENCE_S, "the URL")
+        assert url.exists(), (tmp_path / "kvmesh-4711.log").read_text()
         children = job.children(recursive=True)
         assert run(show_url).startswith("http://127.0.0.1:")
         assert json.loads(run(ask))["choices"][0]["message"]["content"]
     finally:
-        run(end)
+        if job.is_running():
+            run(end)
         psutil.wait_procs([job, *children], PATIENCE_S)
     assert not job.is_running() and not [child for child in children if child.is_running()]
 

@@ -22,11 +22,12 @@ from tests.e2e.test_attach import attached, prompt_of
 from tests.frontend import tiny
 from tests.frontend.test_security import Certificates
 from tests.support import mesh_tls
-from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
+from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.fake_servers import BLOCK, VllmServer, served
 from tests.support.gateway import Picked, connected
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

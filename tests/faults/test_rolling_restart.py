@@ -1,7 +1,6 @@
 """A rolling restart of a mesh with two of each service: no client notices, not even one that reads no /health."""
 
 import itertools
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from cluster.tiny_model import CHECKPOINT_DIR
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import TRUSTED, until
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 from tests.support.streams import Stream, check_mock_answer
 
 POLL_S = 1.0  # between looks of the load balancer at /health
@@ -104,14 +104,6 @@ def is_up(url: str) -> bool:
         return False
 
 
-def free_ports(count: int) -> list[int]:
-    holders = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [holder.getsockname()[1] for holder in holders]
-    for holder in holders:
-        holder.close()
-    return ports
-
-
 @pytest.fixture(params=["embedded", "remote"])
 def services(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Services]:
     services = Services(tmp_path)
@@ -122,8 +114,8 @@ def services(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service
             services.add(f"prefill-{number}", "workers", "--role", "prefill", *worker)
             if request.param == "remote":
                 services.add(f"router-{number}", "router")
-        for number, port in enumerate(free_ports(2)):
-            services.add(f"frontend-{number}", "frontend", "--port", str(port), "--router", request.param)
+        for number in range(2):
+            services.add(f"frontend-{number}", "frontend", "--port", str(free_port()), "--router", request.param)
         yield services
     finally:
         for process in services.running.values():

@@ -14,9 +14,9 @@ import pytest
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from tests.kube.conftest import Space
-from tests.support.etcd_server import free_port
 from tests.support.kube_apiserver import ApiRefusedError
 from tests.support.mesh import TRUSTED, until
+from tests.support.ports import free_port
 
 IDLE_S = 60.0
 SERVICES = {"frontend", "worker"}

@@ -58,6 +58,8 @@ def workers(backend: str, sizes: tuple[int, int], heads: int) -> Iterator[tuple[
         for shard in [*both[0], *both[1]]:
             cleanup.callback(shard.end)
         assert said(both[0], "fill") == ["ok"] * sizes[0]
+        # A source takes part in reads for some seconds after its last offer has ended: readers have to be up by then.
+        assert all(said(both[1], "wrong 1 | 1"))
         yield both[0], both[1]
 
 

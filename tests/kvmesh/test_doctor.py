@@ -21,8 +21,9 @@ from mesh.discovery import open_discovery, standing_calls
 from mesh.plane.server import PlaneServer
 from protocol.messages import RouterCard, encode_card
 from protocol.version import PROTOCOL_VERSION, RELEASE
-from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
+from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 GPU = "NVIDIA H200, 143771 MiB, 570.1"
 CPU_TORCH = TorchProbe("2.13.0+cpu")

@@ -15,8 +15,9 @@ import pytest
 from mesh.discovery import Change, Deleted, Put, open_discovery
 from mesh.discovery.etcd import EtcdDiscovery, _Connection, read_settings
 from protocol.errors import ConfigError, UnreachableError
-from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
+from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 from tests.support.recovery import RECOVERED_S
 
 needs_etcd = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)

@@ -8,16 +8,12 @@ import time
 from pathlib import Path
 
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 _BINARY = shutil.which("etcd")
 _CTL = shutil.which("etcdctl")
 
 WHY_NONE = "" if _BINARY and _CTL else "there is no etcd: apt-get install etcd-server etcd-client"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 class EtcdProcess:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.install_kube_apiserver import binary
-from tests.support.etcd_server import EtcdProcess, free_port
+from tests.support.etcd_server import EtcdProcess
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 ADMIN = "admin-token"
 _MASTERS = f'{ADMIN},admin,1,"system:masters"\n'

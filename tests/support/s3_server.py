@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvcache.tiers.objects import Objects
-from tests.support.etcd_server import free_port
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 from workers.shared_tier import SharedSettings, open_objects
 
 INSTALLED = Path(__file__).parents[2] / ".venv-s3"

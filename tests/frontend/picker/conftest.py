@@ -16,9 +16,9 @@ from mesh.discovery import Discovery, Registration, open_discovery
 from protocol.messages import Role, encode_card
 from router.config import RouterConfig
 from tests.frontend import tiny
-from tests.support.etcd_server import free_port
 from tests.support.gateway import Gateway, connected
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 
 
 @dataclass
