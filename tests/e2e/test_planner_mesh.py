@@ -19,7 +19,8 @@ from tests.support.streams import Stream, check_mock_answer
 
 pytestmark = pytest.mark.e2e
 
-MOCK = ["--engine", "mock", "--kv-transfer", "shm"]
+# no admission: every answer must come, also where a busy machine makes requests wait
+MOCK = ["--engine", "mock", "--kv-transfer", "shm", "--no-admission"]
 
 
 def prompt_of(seed: int) -> list[int]:

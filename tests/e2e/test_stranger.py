@@ -370,17 +370,19 @@ class honest_traffic:  # noqa: N801 - reads as a phrase
 
 def test_no_zmq_socket_of_a_stranger_hears_events(mesh: ClosedMesh) -> None:
     context = zmq.Context()
-    poller, sockets = zmq.Poller(), []
+    poller, dialled_by = zmq.Poller(), {}
     try:
         for port in mesh.ports.keys() - mesh.public:  # those speak HTTP with everybody
             for mechanism in ("null", "plain", "curve"):
                 for kind in (zmq.SUB, zmq.DEALER):
-                    sockets.append(dialled(context, kind, mechanism, port))
-                    poller.register(sockets[-1], zmq.POLLIN)
+                    socket = dialled(context, kind, mechanism, port)
+                    dialled_by[socket] = f"{mechanism} {kind} to {mesh.ports[port]} at {port}"
+                    poller.register(socket, zmq.POLLIN)
         with honest_traffic(mesh) as statuses:
             until(lambda: len(statuses) >= 4, what="honest answers")
-            heard = [b"".join(socket.recv_multipart()) for socket, _ in poller.poll(1000)]
-        assert [news for news in heard if news not in PLAIN_REFUSAL] == [], "ZMTP takes words of HTTP for a message"
+            heard = {dialled_by[socket]: socket.recv_multipart() for socket, _ in poller.poll(1000)}
+        # ZMTP takes words of HTTP for messages
+        assert {who: news for who, news in heard.items() if b"".join(news) not in PLAIN_REFUSAL} == {}
         assert set(statuses) == {200}
     finally:
         context.destroy(linger=0)
