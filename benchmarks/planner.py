@@ -41,7 +41,7 @@ from protocol.errors import ConfigError
 from simulator import PlannerHook, SimReport, simulate
 from simulator.coarse import simulate_coarsely
 
-POLICIES = ("kvmesh", "reactive", "static-peak", "static-mean", "reference", "hpa", "keda", "llm-d")
+POLICIES = ("kvmesh", "kvmesh-untold", "reactive", "static-peak", "static-mean", "reference", "hpa", "keda", "llm-d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,10 @@ def decide_by(policy: str, load: PlannerLoad, slots: list[DemandSlot]) -> Decide
     setting = load.setting
     match policy:
         case "kvmesh":
+            peak = _peak(load, slots)
+            config = msgspec.structs.replace(setting.config, peak_prefill=peak.prefill, peak_decode=peak.decode)
+            return planned(Setting(config, setting.prefill, setting.decode))
+        case "kvmesh-untold":
             return planned(setting)
         case "reactive":
             config = msgspec.structs.replace(setting.config, predictive=False, flips=False)
@@ -157,7 +161,7 @@ def run(
 ) -> SimReport:
     """Simulate a load with the fleet that a policy starts with: for the first five minutes, or the fixed one."""
     first = load.setting.sized(mean_of(slots[:5]))
-    if policy == "static-peak":
+    if policy in ("static-peak", "kvmesh"):
         first = _peak(load, slots)
     elif policy == "static-mean":
         first = load.setting.sized(mean_of(slots))

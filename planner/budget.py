@@ -13,6 +13,14 @@ class Counts:
     decode: int
 
 
+def most_of(one: Counts, other: Counts) -> Counts:
+    return Counts(max(one.prefill, other.prefill), max(one.decode, other.decode))
+
+
+def least_of(one: Counts, other: Counts) -> Counts:
+    return Counts(min(one.prefill, other.prefill), min(one.decode, other.decode))
+
+
 @dataclass(frozen=True, slots=True)
 class ScalingLimits:
     """The bounds of a fleet. `prefill_gpus` and `decode_gpus` are those of one worker, at least 1."""

@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from planner.budget import Counts, ScalingLimits, clamp, limits_of
+from planner.budget import Counts, ScalingLimits, clamp, least_of, limits_of, most_of
 from planner.capacity import FleetCapacity
 from planner.costs import Horizon, quantile_of
 from planner.forecast import Forecast
 from planner.history import TrafficHistory, TrafficWindow
 from planner.model import Action, Flip, Observation, PeakForecast, PlannerConfig, Reason, ScalingDecision, reason
+from planner.peak import EXCEEDED_S, ExpectedPeak
 from planner.reactive import Pressure
 from planner.sizing import Demand, Need
 from protocol.profile import Profile
@@ -59,9 +60,13 @@ class PlannerCore:
         self._config = config
         self._capacity = FleetCapacity(config, prefill, decode)
         self._limits = limits_of(config, *self._capacity.gpus)
-        self._horizon = Horizon(config.start_s, config.miss_cost) if config.predictive else None
-        self._recent_s = RECENT_S if self._horizon is None else self._horizon.evidence_s
-        self._traffic = TrafficHistory(config, memory_s=max(CALM_S, config.predictive_interval_s, self._recent_s))
+        self._peak = ExpectedPeak(config)
+        horizon = Horizon(config.start_s, config.miss_cost, peak_is_known=self._peak.is_known)
+        self._horizon = horizon if config.predictive else None
+        self._recent_s = horizon.evidence_s if config.predictive else RECENT_S
+        self._traffic = TrafficHistory(
+            config, memory_s=max(CALM_S, config.predictive_interval_s, self._recent_s, EXCEEDED_S)
+        )
         self._highest_rps = 0.0
         self._target: Counts | None = None
         self._plan = ForecastPlan(self._limits.fewest, Counts(0, 0), 0.0)
@@ -73,6 +78,8 @@ class PlannerCore:
     def decide(self, seen: Observation) -> ScalingDecision:
         if self._target is None:  # a new planner takes the fleet as it is
             self._target = Counts(seen.prefill.ordered, seen.decode.ordered)
+            if self._horizon is not None:
+                self._peak.begin(self._target, seen.at_s + self._horizon.unneeded_s)
         doubts = self._traffic.hear(seen)
         if self._traffic.is_away:
             self._needs_seen.clear()
@@ -140,22 +147,28 @@ class PlannerCore:
         steps = max(1, math.ceil((config.start_s + config.predictive_interval_s) / config.predictive_interval_s))
         forecast = self._traffic.rates.forecast(steps)
         expected_rps = min(forecast.highest, self._highest_rps) if forecast.is_plain else forecast.highest
-        reasons = [*doubts, _of_forecast(forecast, expected_rps, config)]
+        reasons = [*doubts, _of_forecast(forecast, expected_rps, config), *self._hear_of_peak()]
         needs = self._needs(expected_rps)
         reasons += [_of_need(role, need, self._traffic.demand(expected_rps)) for role, need in needs.items()]
         if self._capacity.corrections.note:
             reasons.append(reason("correction", self._capacity.corrections.note))
-        needed = _counts(needs)
-        careful = _counts(self._needs((1 + HYSTERESIS) * recent.demand.rps))
+        needed = self._peak.limited(_counts(needs))
+        careful = self._peak.limited(_counts(self._needs((1 + HYSTERESIS) * recent.demand.rps)))
         self._needs_seen.append((seen.at_s, careful))
         kept_s = self._horizon.break_even_s if self._horizon is not None and not forecast.falls else 0.0
         kept = self._kept(seen.at_s, kept_s)
-        floor = _most(needed, kept)
-        if kept_s and kept != _least(kept, needed):
+        held = least_of(self._peak.held(seen.at_s), self._target or Counts(0, 0))
+        floor = most_of(most_of(needed, kept), held)
+        if held != least_of(held, most_of(needed, kept)):
+            text = (
+                f"{held.prefill} prefill and {held.decode} decode stay at first: they are there for the expected peak"
+            )
+            reasons.append(reason("expected-peak", text))
+        if kept_s and kept != least_of(kept, needed):
             reasons.append(self._of_break_even(seen.at_s, kept_s, kept, needed))
         if self._traffic.known_intervals < WARM_UP:
             assert self._target is not None
-            floor = _most(floor, self._target)
+            floor = most_of(floor, self._target)
             reasons.append(
                 reason(
                     "warm-up",
@@ -167,11 +180,11 @@ class PlannerCore:
         wanted, pressed = floor, Counts(0, 0)
         if config.reactive:
             prefill, decode = self._pressures(seen, self._recent_s)
-            pressed = self._pressed(seen, prefill, decode)
-            wanted = _most(floor, pressed)
-            reasons += [*prefill.reasons, *decode.reasons]
+            pressed, evidence = self._pressed(seen, prefill, decode)
+            wanted = most_of(floor, pressed)
+            reasons += evidence
         # Workers that are held back by the wait before a step down may be useful in the other role.
-        wanted = self._lent(wanted, _most(careful, pressed))
+        wanted = self._lent(wanted, most_of(careful, pressed))
         return self._order(seen, wanted, "predictive", reasons)
 
     def _kept(self, at_s: float, kept_s: float) -> Counts:
@@ -181,8 +194,8 @@ class PlannerCore:
         most = Counts(0, 0)
         for then_s, counts in self._needs_seen:
             if at_s - then_s <= longest_s:
-                most = _most(most, counts)
-        return _least(most, self._target)
+                most = most_of(most, counts)
+        return least_of(most, self._target)
 
     def _of_break_even(self, at_s: float, kept_s: float, kept: Counts, needed: Counts) -> Reason:
         """Say which workers stay although the forecast does not take them, and what would change that."""
@@ -201,17 +214,17 @@ class PlannerCore:
     def _reactive(self, seen: Observation, doubts: tuple[Reason, ...]) -> ScalingDecision:
         assert self._target is not None
         prefill, decode = self._pressures(seen, self._recent_s)
-        pressed = self._pressed(seen, prefill, decode)
-        reasons = [*prefill.reasons, *decode.reasons]
+        pressed, evidence = self._pressed(seen, prefill, decode)
+        reasons = list(evidence)
         floor = self._plan.floor
         if not self._config.predictive:
             floor = self._limits.fewest
         elif not self._traffic.rates.samples:
             floor = self._target
-        wanted = _most(_most(self._target, pressed), floor)
+        wanted = most_of(most_of(self._target, pressed), floor)
         if wanted != self._target:  # the sum of the plan is kept; its split may change
-            wanted = self._lent(wanted, _most(pressed, Counts(prefill.least, decode.least)))
-            self._plan = replace(self._plan, floor=_least(floor, wanted))
+            wanted = self._lent(wanted, most_of(pressed, Counts(prefill.least, decode.least)))
+            self._plan = replace(self._plan, floor=least_of(floor, wanted))
         elif not self._config.predictive:
             wanted, calmed = self._calm(seen, floor)
             reasons += calmed
@@ -220,11 +233,20 @@ class PlannerCore:
     def _pressures(self, seen: Observation, seconds: float) -> tuple[Pressure, Pressure]:
         return self._capacity.pressures(seen, self._traffic.recent(seconds), self._horizon)
 
-    def _pressed(self, seen: Observation, prefill: Pressure, decode: Pressure) -> Counts:
-        """Return the workers that the present asks for, and remember those that arrivals alone ask for."""
+    def _pressed(self, seen: Observation, prefill: Pressure, decode: Pressure) -> tuple[Counts, tuple[Reason, ...]]:
+        """Return the workers that the present asks for and why, and remember those that arrivals alone ask for."""
         if prefill.steady or decode.steady:
-            self._needs_seen.append((seen.at_s, Counts(prefill.steady, decode.steady)))
-        return Counts(prefill.workers, decode.workers)
+            self._needs_seen.append((seen.at_s, self._peak.limited(Counts(prefill.steady, decode.steady))))
+        pressed = Counts(prefill.workers, decode.workers)
+        raised = self._peak.press(pressed, Counts(seen.prefill.ready, seen.decode.ready), seen.at_s)
+        return self._peak.limited(pressed), (*prefill.reasons, *decode.reasons, *raised)
+
+    def _hear_of_peak(self) -> tuple[Reason, ...]:
+        """Compare the load of the last minutes, read cautiously, with the highest expected one."""
+        lasting = self._traffic.recent(EXCEEDED_S)
+        if not self._peak.is_known or lasting is None:
+            return ()
+        return self._peak.hear(_counts(self._capacity.needs(lasting.at_least())), lasting.seconds)
 
     def _lent(self, wanted: Counts, least: Counts) -> Counts:
         """Let one role give its workers beyond `least` to the role that grows: a flip instead of a start.
@@ -355,14 +377,6 @@ def _counts(needs: Mapping[str, Need]) -> Counts:
     if "aggregated" in needs:
         return Counts(0, needs["aggregated"].workers)
     return Counts(needs["prefill"].workers, needs["decode"].workers)
-
-
-def _most(one: Counts, other: Counts) -> Counts:
-    return Counts(max(one.prefill, other.prefill), max(one.decode, other.decode))
-
-
-def _least(one: Counts, other: Counts) -> Counts:
-    return Counts(min(one.prefill, other.prefill), min(one.decode, other.decode))
 
 
 def _peak_of(forecast: Forecast, ready_rps: float, horizon_s: float) -> PeakForecast:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 LEAST_EVIDENCE_S = 20.0  # a count of arrivals over less is mostly chance
 MOST_EVIDENCE_S = 300.0
+UNNEEDED_STARTS = 1.4  # a peak that begins within the time of a start is seen before the workers for it are gone
 
 
 def quantile_of(miss_cost: float) -> float:
@@ -22,15 +23,26 @@ class Horizon:
 
     start_s: float
     miss_cost: float
+    peak_is_known: bool = False  # a false alarm then orders the fleet for the peak at most
 
     @property
     def evidence_s(self) -> float:
         """Return how long a load must have lasted before workers are ordered for it.
 
         By then its misses have cost as much as starting the workers. To order at once would pay for starts that come
-        after a short burst, to wait longer would pay for more misses than the start costs.
+        after a short burst, to wait longer would pay for more misses than the start costs. With a known peak half of
+        the time is enough.
         """
-        return min(max(LEAST_EVIDENCE_S, self.start_s / self.miss_cost), MOST_EVIDENCE_S)
+        full_s = min(max(LEAST_EVIDENCE_S, self.start_s / self.miss_cost), MOST_EVIDENCE_S)
+        return full_s / 2 if self.peak_is_known else full_s
+
+    @property
+    def unneeded_s(self) -> float:
+        """Return how long a new planner keeps workers that are there for the peak and that no load has needed so far.
+
+        It is less than the break-even, because nothing says yet that the peak comes back.
+        """
+        return UNNEEDED_STARTS * self.start_s
 
     @property
     def break_even_s(self) -> float:

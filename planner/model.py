@@ -17,6 +17,12 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "disaggregated"
     min_prefill: Annotated[int, Meta(ge=0, description="fewest prefill workers, where there are such")] = 1
     min_decode: Annotated[int, Meta(ge=1, description="fewest decode workers")] = 1
+    peak_prefill: Annotated[
+        int, Meta(ge=0, description="prefill workers that the highest expected load takes; see peak_decode")
+    ] = 0
+    peak_decode: Annotated[
+        int, Meta(ge=0, description="decode workers for it, as `kvmesh profile plan` says; 0: no load is expected")
+    ] = 0
     max_gpus: Annotated[int, Meta(ge=1, description="GPUs of all workers together, at most")] = 8
     max_step_up: Annotated[int, Meta(ge=1, description="workers of a role added in one decision")] = 8
     max_step_down: Annotated[int, Meta(ge=1, description="workers of a role taken away in one decision")] = 2

@@ -113,7 +113,8 @@ def mesh_of(request: DeploymentRequest, deployment: Deployment, out: Path) -> tu
         "connector": "local",
     }
     start_s = max(deployment.prefill.start_s, decode.start_s)
-    planner = ServiceConfig(**(given | ({"start_s": start_s} if start_s else {}) | request.planner))
+    given |= deployment.peak_settings | ({"start_s": start_s} if start_s else {})
+    planner = ServiceConfig(**(given | request.planner))
     return ClusterConfig(up, worker=sizes | request.worker), planner
 
 

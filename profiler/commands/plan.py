@@ -136,6 +136,7 @@ def deployment_of(
         namespace=config.namespace,
         slo=request.slo if request is not None else (),
         aim=request.aim if request is not None else "price",
+        is_for_peak=request is not None and request.traffic.is_peak,
     )
 
 

@@ -26,6 +26,14 @@ class Deployment(Struct, frozen=True, kw_only=True):
     namespace: str = "default"
     slo: tuple[str, ...] = ()  # statements for the planner, instead of the goal's limits alone
     aim: Aim = "price"
+    is_for_peak: bool = False  # the goal's requests/s are the highest that are expected
+
+    @property
+    def peak_settings(self) -> dict[str, int]:
+        """Return the planner's settings of the highest expected load, none if it is not known."""
+        if not self.is_for_peak:
+            return {}
+        return {"peak_prefill": self.option.prefill_workers, "peak_decode": self.option.decode_workers}
 
     def profile(self, role: str) -> Profile:
         return self.prefill if role == "prefill" else self.decode

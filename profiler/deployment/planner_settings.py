@@ -25,6 +25,7 @@ def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
     }
     if deployment.slo:
         settings |= {"slo": list(deployment.slo), "aim": deployment.aim}
+    settings |= deployment.peak_settings
     if start_s:
         settings["start_s"] = start_s
     settings |= {

@@ -20,6 +20,7 @@ class RequestedTraffic(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     isl: Annotated[int, Meta(ge=1)]
     osl: Annotated[int, Meta(ge=1)]
     hit_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    is_peak: bool = False  # the highest load expected: the planner orders no more, unless more lasts
 
 
 class DeploymentRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

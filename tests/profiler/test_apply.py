@@ -22,6 +22,7 @@ from profiler.commands.plan import deployment_of, goal_of, main
 from profiler.commands.plan_settings import PlanConfig
 from profiler.deployment.deployment import Deployment
 from profiler.deployment.kept import PLANS, DeploymentJudge, ProfileError, corrected_profile
+from profiler.deployment.planner_settings import planner_toml
 from profiler.deployment.request import DeploymentRequest, read_request
 from profiler.files import write_profile
 from profiler.picks import pick
@@ -52,8 +53,8 @@ def request_file(folder: Path, connector: str = "local", command: str = "docker 
     return path
 
 
-def deployed(folder: Path) -> tuple[DeploymentRequest, Deployment]:
-    request = read_request(request_file(folder))
+def deployed(path: Path) -> tuple[DeploymentRequest, Deployment]:
+    request = read_request(path)
     config = settings_of(request, PlanConfig())
     profile = an_8b(0.25, total_kv_tokens=32768)
     picks = pick([profile], [profile], goal_of(config))
@@ -75,12 +76,23 @@ def record(at_s: float, correction: float = 1.0, *states: tuple[str, bool]) -> R
 
 
 def test_a_request_sets_goal_planner_and_workers(tmp_path: Path) -> None:
-    request, deployment = deployed(tmp_path)
+    request, deployment = deployed(request_file(tmp_path))
     assert (deployment.goal.ttft_slo_s, deployment.goal.itl_slo_s, deployment.goal.rps) == (1.0, 0.08, 4.0)
     up, planner = mesh_of(request, deployment, tmp_path)
+    assert (planner.peak_prefill, planner.peak_decode) == (0, 0)
     assert up.up.prefill == deployment.option.prefill_workers and up.up.decode == deployment.option.decode_workers
     assert (planner.connector, planner.slo, planner.max_gpus, planner.start_s) == ("local", request.slo, 6, 3.0)
     assert planner.prefill_profile == str(tmp_path / "prefill.json")
+
+
+def test_traffic_that_is_the_peak_becomes_the_planners_expectation(tmp_path: Path) -> None:
+    path = request_file(tmp_path)
+    path.write_text(path.read_text().replace("rps = 4.0", "rps = 4.0, is_peak = true"))
+    request, deployment = deployed(path)
+    option = deployment.option
+    _, planner = mesh_of(request, deployment, tmp_path)
+    assert (planner.peak_prefill, planner.peak_decode) == (option.prefill_workers, option.decode_workers)
+    assert f"peak_decode = {option.decode_workers}" in planner_toml(deployment, "plan", "local")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,7 @@ def test_a_wrong_profile_is_told_once_and_again_when_it_gets_worse() -> None:
 
 
 def test_the_new_plan_has_the_observed_times(tmp_path: Path) -> None:
-    _, deployment = deployed(tmp_path)
+    _, deployment = deployed(request_file(tmp_path))
     judge = DeploymentJudge()
     judge.error = ProfileError(1.0, 1.6)
     again = replanned(deployment, judge)
