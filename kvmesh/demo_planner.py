@@ -1,4 +1,8 @@
-"""Run `kvmesh demo-planner`: a mesh of processes under a load that triples and falls, and a planner that follows it."""
+"""Run `kvmesh demo-planner`: a mesh of processes under a load that triples and falls, and a planner that follows it.
+
+Soon after the fall a short burst comes. The planner has kept the workers of the peak for such a return, so it orders
+none.
+"""
 
 import asyncio
 import itertools
@@ -21,7 +25,7 @@ from rich.table import Table
 
 from cluster.config import ClusterConfig, UpConfig
 from cluster.running import Cluster, running_cluster
-from kvmesh.demo_planner_page import Event, Point, Report, write_html, write_png
+from kvmesh.demo_planner_page import Burst, Event, Point, Report, write_html, write_png
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped
 from planner.config import ServiceConfig
@@ -32,6 +36,7 @@ from protocol.messages import Role
 ISL_TOKENS = 384
 OSL_TOKENS = 32
 TIMEOUT_S = 60.0
+BURST = (0.50, 0.53)  # of the time: as many requests as at the peak
 SAMPLE_S = 1.0
 
 
@@ -44,7 +49,7 @@ class DemoPlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     )
     low_rps: Annotated[float, Meta(gt=0, description="requests per second at the start and at the end")] = 4.0
     times: Annotated[float, Meta(ge=1, description="how many times as many at the peak")] = 3.0
-    seconds: Annotated[float, Meta(ge=20, le=3600, description="how long requests are sent")] = 250.0
+    seconds: Annotated[float, Meta(ge=20, le=3600, description="how long requests are sent")] = 300.0
     ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 1.0
     itl_slo_s: Annotated[float, Meta(gt=0, description="mean gap between tokens to keep")] = 0.08
     mock_speedup: Annotated[float, Meta(gt=0, description="speed of the workers against a data-centre GPU")] = 0.25
@@ -85,7 +90,7 @@ def main(argv: list[str]) -> int:
         prefix="KVMESH_DEMO_PLANNER_",
         prog="kvmesh demo-planner",
         description="Start a mesh of mock workers on this host with a planner, send it a load that triples and falls, "
-        "and show how the number of workers follows. Takes about four and a half minutes.",
+        "and show how the number of workers follows. Takes about five and a half minutes.",
         section="demo_planner",
     )
     console = Console(stderr=config.json, highlight=False)
@@ -137,9 +142,11 @@ def mesh_of(config: DemoPlannerConfig) -> tuple[ClusterConfig, ServiceConfig]:
 
 
 def rate_at(config: DemoPlannerConfig, at_s: float) -> float:
-    """Requests per second: low, a rise, the peak, a fall, low again for longer than the planner keeps workers."""
+    """Requests per second: low, a rise, the peak, a fall, a burst, low for longer than the planner keeps workers."""
     share = at_s / config.seconds
-    corners = ((0.0, 0.0), (0.18, 0.0), (0.36, 1.0), (0.50, 1.0), (0.58, 0.0), (1.0, 0.0))
+    if BURST[0] <= share < BURST[1]:
+        return config.low_rps * config.times
+    corners = ((0.0, 0.0), (0.15, 0.0), (0.30, 1.0), (0.42, 1.0), (0.47, 0.0), (1.0, 0.0))
     for (left, low), (right, high) in itertools.pairwise(corners):
         if share <= right:
             height = low + (high - low) * (share - left) / (right - left)
@@ -185,6 +192,7 @@ async def show(config: DemoPlannerConfig, console: Console) -> Report:
     console.print(f"\npage and picture: {out / 'planner.html'}, {picture}")
     told = f"decisions:        kvmesh planner explain --changes --record-file {out / 'planner.jsonl'}"
     console.print(told, soft_wrap=True)
+    console.print(report.burst.text)
     for problem in report.problems:
         console.print(f"[red]not as it should be:[/red] {problem}")
     return report
@@ -303,6 +311,9 @@ def judge(
         problems.append("there were never more workers than at the start")
     if in_all[-1] >= max(in_all):
         problems.append("the workers did not become fewer when the load fell")
+    burst = burst_of(config, points)
+    if burst.ordered:
+        problems.append(f"{burst.ordered} workers were ordered for a burst of {burst.to_s - burst.from_s:.0f} s")
     hours = sum(in_all) * SAMPLE_S / 3600
     return Report(
         ok=not problems,
@@ -320,6 +331,7 @@ def judge(
         workers_at_peak=max(workers),
         workers_at_end=in_all[-1],
         flips=sum(bool(event.flip) for event in events),
+        burst=burst,
         worker_hours=hours,
         worker_hours_static_peak=max(workers) * len(points) * SAMPLE_S / 3600,
         points=list(points),
@@ -327,6 +339,16 @@ def judge(
         ttft_s=[(one.at_s, one.ttft_s) for one in sent if one.ttft_s is not None],
         itl_s=[(one.at_s, itl_s) for one in sent if (itl_s := one.itl_s) is not None],
     )
+
+
+def burst_of(config: DemoPlannerConfig, points: Sequence[Point]) -> Burst:
+    """Say how many workers the burst found, and how many were ordered until the time of a start after it."""
+    from_s, to_s = (share * config.seconds for share in BURST)
+    before = [point for point in points if point.at_s <= from_s][-1:]
+    later = [point for point in points if from_s < point.at_s <= to_s + config.mock_start_s + 3.0]
+    found = sum(point.prefill_all + point.decode_all for point in before)
+    most = max([found, *(point.prefill_all + point.decode_all for point in later)])
+    return Burst(from_s=from_s, to_s=to_s, found=found, ordered=most - found)
 
 
 def events_of(records: Iterable[Record], began_s: float) -> list[Event]:
@@ -349,7 +371,14 @@ def quantile(values: Iterable[float | None], share: float) -> float:
     return known[min(len(known) - 1, math.floor(share * len(known)))] if known else math.nan
 
 
-PHASES = (("low", 0.0, 0.18), ("rising", 0.18, 0.36), ("peak", 0.36, 0.50), ("falling", 0.50, 0.58), ("low", 0.58, 1.0))
+PHASES = (
+    ("low", 0.0, 0.15),
+    ("rising", 0.15, 0.30),
+    ("peak", 0.30, 0.42),
+    ("falling", 0.42, BURST[0]),
+    ("burst", *BURST),
+    ("low", BURST[1], 1.0),
+)
 
 
 def table_of(config: DemoPlannerConfig, report: Report, sent: Sequence[DemoRequest]) -> Table:

@@ -32,6 +32,22 @@ class Event(Struct, frozen=True, kw_only=True):
     flip: str = ""
 
 
+class Burst(Struct, frozen=True, kw_only=True):
+    """Hold what became of the short burst after the fall."""
+
+    from_s: float
+    to_s: float
+    found: int  # workers that were there
+    ordered: int  # beyond those
+
+    @property
+    def text(self) -> str:
+        return (
+            f"the burst from {self.from_s:.0f} to {self.to_s:.0f} s found the {self.found} workers that were kept for "
+            f"it; ordered for it: {self.ordered}"
+        )
+
+
 class Report(Struct, frozen=True, kw_only=True):
     """The last line of `kvmesh demo-planner --json`. Times are seconds since the load began."""
 
@@ -50,6 +66,7 @@ class Report(Struct, frozen=True, kw_only=True):
     workers_at_peak: int
     workers_at_end: int
     flips: int
+    burst: Burst
     worker_hours: float
     worker_hours_static_peak: float
     points: list[Point]
@@ -105,7 +122,8 @@ td:first-child,td:nth-child(2){{white-space:nowrap}}</style>
 <p>{report.requests} requests, {report.failed} failed; {report.attainment:.1%} kept TTFT
 {1000 * report.ttft_slo_s:.0f} ms and ITL {1000 * report.itl_slo_s:.0f} ms. Workers: {report.workers_at_start} at the
 start, {report.workers_at_peak} at the peak, {report.workers_at_end} at the end; {report.worker_hours:.2f} worker-hours,
-{report.worker_hours_static_peak:.2f} if there had been as many as at the peak all the time.</p>
+{report.worker_hours_static_peak:.2f} if there had been as many as at the peak all the time.
+{report.burst.text[0].upper()}{report.burst.text[1:]}.</p>
 {load}{workers}{ttft}{itl}
 <h2>Decisions that changed something</h2>
 <table><tr><td>at</td><td>prefill + decode</td><td>why</td></tr>{rows}</table>

@@ -51,15 +51,16 @@ def report(**changes: object) -> Report:
 
 
 def test_the_load_triples_and_falls() -> None:
-    assert (rate_at(CONFIG, 0.0), rate_at(CONFIG, 45.0), rate_at(CONFIG, 99.0)) == (4.0, 12.0, 4.0)
-    assert 4.0 < rate_at(CONFIG, 27.0) < 12.0
+    assert (rate_at(CONFIG, 0.0), rate_at(CONFIG, 35.0), rate_at(CONFIG, 99.0)) == (4.0, 12.0, 4.0)
+    assert 4.0 < rate_at(CONFIG, 23.0) < 12.0
+    assert (rate_at(CONFIG, 49.0), rate_at(CONFIG, 51.0), rate_at(CONFIG, 54.0)) == (4.0, 12.0, 4.0)
 
 
 def test_arrivals_keep_the_rate_and_repeat_with_the_seed() -> None:
     times = arrivals(CONFIG)
     assert times == sorted(times) == arrivals(CONFIG)
     assert times != arrivals(msgspec.structs.replace(CONFIG, seed=2))
-    low, peak = (sum(left <= at_s < left + 18 for at_s in times) for left in (0, 38))
+    low, peak = (sum(left <= at_s < left + 12 for at_s in times) for left in (0, 30))
     assert 1.8 < peak / low < 5
     assert len(times) == pytest.approx(sum(rate_at(CONFIG, n + 0.5) for n in range(100)), rel=0.15)
 
@@ -104,6 +105,16 @@ def test_workers_that_do_not_follow_are_a_problem() -> None:
     assert any("never more" in problem for problem in never.problems)
     stay = judge(CONFIG, [sent()], [point(0), point(1, 2, 4), point(2, 2, 4)], [], 0.0)
     assert any("did not become fewer" in problem for problem in stay.problems)
+
+
+def test_workers_that_are_ordered_for_the_burst_are_a_problem() -> None:
+    """The workers of the peak are still there: that is enough."""
+    kept = [point(0), point(40, 2, 4), point(50, 2, 4), point(53, 2, 4), point(99)]
+    covered = judge(CONFIG, [sent()], kept, [], 0.0)
+    assert covered.ok and (covered.burst.found, covered.burst.ordered) == (6, 0)
+    chased = judge(CONFIG, [sent()], [point(0), point(40), point(50), point(53, 1, 3), point(99)], [], 0.0)
+    assert chased.burst.ordered == 2
+    assert any("2 workers were ordered for a burst of 3 s" in problem for problem in chased.problems)
 
 
 def test_flips_are_counted() -> None:
