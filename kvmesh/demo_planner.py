@@ -25,7 +25,7 @@ from rich.table import Table
 
 from cluster.config import ClusterConfig, UpConfig
 from cluster.running import Cluster, running_cluster
-from kvmesh.demo_planner_page import Burst, Event, Point, Report, write_html, write_png
+from kvmesh.demo_planner_page import DemoBurst, Event, Point, Report, write_html, write_png
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped
 from planner.config import ServiceConfig
@@ -341,14 +341,14 @@ def judge(
     )
 
 
-def burst_of(config: DemoPlannerConfig, points: Sequence[Point]) -> Burst:
+def burst_of(config: DemoPlannerConfig, points: Sequence[Point]) -> DemoBurst:
     """Say how many workers the burst found, and how many were ordered until the time of a start after it."""
     from_s, to_s = (share * config.seconds for share in BURST)
     before = [point for point in points if point.at_s <= from_s][-1:]
     later = [point for point in points if from_s < point.at_s <= to_s + config.mock_start_s + 3.0]
     found = sum(point.prefill_all + point.decode_all for point in before)
     most = max([found, *(point.prefill_all + point.decode_all for point in later)])
-    return Burst(from_s=from_s, to_s=to_s, found=found, ordered=most - found)
+    return DemoBurst(from_s=from_s, to_s=to_s, found=found, ordered=most - found)
 
 
 def events_of(records: Iterable[Record], began_s: float) -> list[Event]:

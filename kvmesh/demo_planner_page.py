@@ -32,7 +32,7 @@ class Event(Struct, frozen=True, kw_only=True):
     flip: str = ""
 
 
-class Burst(Struct, frozen=True, kw_only=True):
+class DemoBurst(Struct, frozen=True, kw_only=True):
     """Hold what became of the short burst after the fall."""
 
     from_s: float
@@ -66,7 +66,7 @@ class Report(Struct, frozen=True, kw_only=True):
     workers_at_peak: int
     workers_at_end: int
     flips: int
-    burst: Burst
+    burst: DemoBurst
     worker_hours: float
     worker_hours_static_peak: float
     points: list[Point]
