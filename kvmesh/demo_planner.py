@@ -192,7 +192,7 @@ async def show(config: DemoPlannerConfig, console: Console) -> Report:
     console.print(f"\npage and picture: {out / 'planner.html'}, {picture}")
     told = f"decisions:        kvmesh planner explain --changes --record-file {out / 'planner.jsonl'}"
     console.print(told, soft_wrap=True)
-    console.print(report.burst.text)
+    console.print(report.burst.text, soft_wrap=True)
     for problem in report.problems:
         console.print(f"[red]not as it should be:[/red] {problem}")
     return report
