@@ -1,5 +1,6 @@
 """Run `kvmesh faults`: a real mesh under a seeded schedule of faults, judged by an oracle that knows every token."""
 
+import asyncio
 import os
 import random
 import signal
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import uvloop
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,6 +24,8 @@ from faults.run import FaultsRun
 from faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix, plan, read_schedule, written
 from faults.shrink import shortened, shrink
 from mesh.config import load
+from mesh.lifecycle import run as run_until_done
+from mesh.lifecycle import unless_stopped
 
 WIDTH = 120  # where there is no terminal
 
@@ -42,7 +44,6 @@ def main(argv: list[str]) -> int:
     )
     console = Console(stderr=config.json, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     schedule = schedule_of(config)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the mesh is ended in either case
     report = run_one(schedule, config, console)
     if config.json:
         print(msgspec.json.encode(report).decode(), flush=True)
@@ -78,7 +79,7 @@ def run_one(schedule: Schedule, config: FaultsConfig, console: Console) -> Fault
     is_clean = False
     try:
         run = FaultsRun(schedule, folder, tell, without=config.without, room=room)
-        report: FaultsReport = uvloop.run(run.run())
+        report = report_of(run)
         is_clean = report.ok
         return report
     finally:
@@ -89,6 +90,24 @@ def run_one(schedule: Schedule, config: FaultsConfig, console: Console) -> Fault
             room.keep(folder / "kept")
             room.close()
             tell(f"the schedule and the logs of this run stay in {folder}")
+
+
+def report_of(run: FaultsRun) -> FaultsReport:
+    """Run the schedule on a new event loop. Raise SystemExit if it was interrupted, or has failed.
+
+    The first signal ends the mesh in order, the second at once. The third ends this process, and its children with it.
+    """
+    reports: list[FaultsReport] = []
+
+    async def until_reported(stop: asyncio.Event) -> int:
+        if (report := await unless_stopped(run.run(), stop)) is not None:
+            reports.append(report)
+        return 0
+
+    code = run_until_done(until_reported)
+    if not reports:
+        raise SystemExit(code or 128 + signal.SIGINT)
+    return reports[0]
 
 
 def shrink_run(schedule: Schedule, report: FaultsReport, config: FaultsConfig, console: Console) -> None:
