@@ -85,33 +85,50 @@ def bytes_of(block: TierBlock, num_bytes: int) -> Payload:
 
 
 def measure_shares(folder: Path, block_bytes: int, mib: int, rounds: int) -> DiskShares:
-    """Write and read `mib` in blocks, and the same with dd, in turn; return the medians."""
+    """Write and read `mib` in blocks, and the same with dd, in turn; return the medians of the rounds.
+
+    Both write over what they have written before the first round: no file gets its space while it is measured.
+    """
     blocks = blocks_of(max(8, mib * MIB // block_bytes))
-    shares = [_shares_once(folder, block_bytes, blocks) for _ in range(rounds)]
+    store = open_store(folder / "store", block_bytes, len(blocks))
+    shares = [_shares_once(folder, store, blocks, dd_first=number % 2 == 1) for number in range(rounds + 1)][1:]
+    store.close()
     read = statistics.median([share.read for share in shares])
     write = statistics.median([share.write for share in shares])
     return DiskShares(round(read, 3), round(write, 3), shares[-1].path)
 
 
-def _shares_once(folder: Path, block_bytes: int, blocks: Sequence[TierBlock]) -> DiskShares:
-    total = len(blocks) * block_bytes
-    payload, got = bytes_of(blocks[0], block_bytes), np.empty(block_bytes, np.uint8)
-    store = open_store(folder / "store", block_bytes, len(blocks))
-    write_s = _timed(partial(store.store, blocks, lambda _, into: np.copyto(into, payload)))
-    dd_write = dd(folder, total // MIB, is_read=False)
-    read_s = _timed(partial(store.load, [block.address for block in blocks], lambda data: np.copyto(got, data)))
-    dd_read = dd(folder, total // MIB, is_read=True)
+def _shares_once(folder: Path, store: DiskStore, blocks: Sequence[TierBlock], *, dd_first: bool) -> DiskShares:
+    size = store.block_bytes
+    total, payload, got = len(blocks) * size, bytes_of(blocks[0], size), np.empty(size, np.uint8)
+    write = partial(store.store, blocks, lambda _, into: np.copyto(into, payload))
+    read = partial(store.load, [block.address for block in blocks], lambda data: np.copyto(got, data))
+    dd_write, dd_read = (partial(dd, folder, total // MIB, is_read=is_read) for is_read in (False, True))
+    write_s, dd_write_speed = _in_turn(write, dd_write, other_first=dd_first)
+    read_s, dd_read_speed = _in_turn(read, dd_read, other_first=dd_first)
     store.clear()
-    store.close()
-    return DiskShares(total / read_s / dd_read, total / write_s / dd_write, "direct" if store.is_direct else "buffered")
+    path = "direct" if store.is_direct else "buffered"
+    return DiskShares(total / read_s / dd_read_speed, total / write_s / dd_write_speed, path)
+
+
+def _in_turn(work: Callable[[], object], other: Callable[[], float], *, other_first: bool) -> tuple[float, float]:
+    """Return how long `work` takes, and what `other` returns."""
+    if other_first:
+        result = other()
+        return _timed(work), result
+    took_s = _timed(work)
+    return took_s, other()
 
 
 def dd(folder: Path, mib: int, *, is_read: bool) -> float:
-    """Return the bytes per second of dd with direct I/O. Raise ConfigError if the file system takes none."""
+    """Return the bytes per second of dd with direct I/O. Raise ConfigError if the file system takes none.
+
+    dd writes over its file, as the store writes over its slots.
+    """
     file = folder / "dd"
     command = ["dd", "bs=1M", f"count={mib}"]
     command += [f"if={file}", "of=/dev/null", "iflag=direct"] if is_read else ["if=/dev/zero", f"of={file}"]
-    command += [] if is_read else ["oflag=direct"]
+    command += [] if is_read else ["oflag=direct", "conv=notrunc"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}, check=False)
     found = re.search(r"(\d+) bytes .* copied, ([0-9.e-]+) s", done.stderr)
     if done.returncode or found is None:

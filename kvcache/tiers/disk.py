@@ -3,34 +3,33 @@
 A segment is a file: first the headers of its slots, then their payloads, both in whole pages. Each header proves its
 block (`kvcache/tiers/slots.py`), so nothing is synchronised: a block that a crash cut off is lost, never wrong.
 Payloads are written before headers. Slots that follow each other are read and written together, past the page cache
-where the file system allows that; else through it, which is counted.
+where the file system allows that; else through it, which is counted. While a run is checked or filled, the next ones
+are on their way, in threads that never wait for whoever checks or fills.
 """
 
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from kvcache.tiers.folder import FolderForm, OwnedFolder
 from kvcache.tiers.index import TierBlock
-from kvcache.tiers.slots import PAGE_BYTES, SlotBody, checksum, header_bytes, pages, read_header, write_header
+from kvcache.tiers.run_memory import RunMemories, RunMemory, whole_pages
+from kvcache.tiers.slots import SlotBody, checksum, header_bytes, pages, read_header, write_header
 from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
 
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 256 << 20
-RUN_BYTES = 4 << 20  # that are read or written at a time, unless one block is larger
-
+RUN_BYTES = 2 << 20  # that are read or written at a time, unless one block is larger
+RUNS_AHEAD = 2  # that are on their way while one is checked or filled
 
 Fill = Callable[[TierBlock, Payload], object]
 
@@ -74,20 +73,13 @@ class _Place(NamedTuple):
     checksum: bytes
 
 
-class _RunMemory(NamedTuple):
-    """Hold the bytes of a run."""
-
-    headers: Payload
-    payloads: Payload
-
-
 class _Writing(NamedTuple):
     """Hold a run that is written, and for each block its checksum, or why it is no block."""
 
     first: int  # slot
     blocks: Sequence[TierBlock]
     filled: list[bytes | Exception]
-    memory: _RunMemory
+    memory: RunMemory
 
 
 class SegmentPart(NamedTuple):
@@ -123,8 +115,13 @@ class DiskStore:
         self._closed = False
         self._lock = threading.Lock()  # of the maps; nobody waits for a device while it has it
         self._opening = threading.Lock()  # of segments that are opened
-        self._own = threading.local()
-        self._beside = ThreadPoolExecutor(2, thread_name_prefix="tier disk")  # for who loads and who stores
+        self._memories = RunMemories(
+            RUNS_AHEAD + 1,
+            self._run_blocks * folder.form.header_bytes,
+            self._run_blocks * folder.form.payload_bytes,
+        )
+        self._reads = ThreadPoolExecutor(1, thread_name_prefix="tier disk read")
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="tier disk write")
         try:
             taken = self._scan(time.monotonic() + scan_s)
         except (OSError, TierIoError) as error:
@@ -148,8 +145,7 @@ class DiskStore:
             places.append(place)
         with closing(self._read_runs(list(self._runs(places)))) as runs:
             for run, payloads in runs:
-                for number, place in enumerate(run):
-                    payload = payloads[number * self._form.payload_bytes :][: self.block_bytes]
+                for place, payload in zip(run, payloads, strict=True):
                     if checksum(payload.data) != place.checksum:
                         raise TierCorruptError("the bytes of a KV block are damaged")
                     take(payload)
@@ -158,16 +154,16 @@ class DiskStore:
 
     def store(self, blocks: Sequence[TierBlock], fill: Fill) -> list[Exception | None]:
         outcomes: list[Exception | None] = []
-        before: tuple[_Writing, Future[None]] | None = None
+        on_their_way = deque[tuple[_Writing, Future[None]]]()
         begun = 0
         for number, run in enumerate(self._runs(self._take_slots(len(blocks)))):
+            if len(on_their_way) > RUNS_AHEAD - 1:
+                outcomes += self._end_run(*on_their_way.popleft())
             writing = self._begin_run(number, run[0].slot, blocks[begun : begun + len(run)], fill)
             begun += len(run)
-            if before is not None:
-                outcomes += self._end_run(*before)
-            before = writing, self._beside.submit(self._write_run, writing)
-        if before is not None:
-            outcomes += self._end_run(*before)
+            on_their_way.append((writing, self._writes.submit(self._write_run, writing)))
+        while on_their_way:
+            outcomes += self._end_run(*on_their_way.popleft())
         reason = "the disk tier was closed" if self._closed else f"all {self.max_blocks} slots on the disk are taken"
         return outcomes + [TierError(reason) for _ in blocks[len(outcomes) :]]
 
@@ -195,7 +191,8 @@ class DiskStore:
         with self._lock:
             self._closed = True
             self._places.clear()
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._reads.shutdown(wait=False, cancel_futures=True)
+        self._writes.shutdown(wait=False, cancel_futures=True)
         with self._opening:
             for file in self._files.values():
                 os.close(file)
@@ -220,33 +217,38 @@ class DiskStore:
             yield run
 
     def _read_runs(self, runs: Sequence[list[_Place]]) -> Generator[tuple[list[_Place], Payload], None, None]:
-        """Yield runs with their bytes; the next one is read meanwhile."""
-        ahead: Future[None] | None = None
+        """Yield runs with the bytes of each block; the next ones are read meanwhile."""
+        ahead = deque[Future[None]]()  # of runs `number` on, but for the first run, which nobody needs to read for us
         try:
             for number, run in enumerate(runs):
-                payloads = self._payloads(number, len(run))
-                if ahead is None:
+                for later in range(number + max(1, len(ahead)), min(number + RUNS_AHEAD + 1, len(runs))):
+                    ahead.append(self._reads.submit(self._read_run, runs[later], self._payloads(later, runs[later])))
+                payloads = self._payloads(number, run)
+                if number == 0:
                     self._read_run(run, payloads)
                 else:
-                    ahead.result()
-                ahead = self._read_ahead(number + 1, runs)
-                yield run, payloads
+                    ahead.popleft().result()
+                yield run, payloads.reshape(len(run), -1)[:, : self.block_bytes]
         finally:
-            if ahead is not None:  # it still writes into memory that the next load uses
-                wait([ahead])
+            wait([reading for reading in ahead if not reading.cancel()])  # they write into what the next load uses
 
-    def _read_ahead(self, number: int, runs: Sequence[list[_Place]]) -> Future[None] | None:
-        if number == len(runs):
-            return None
-        return self._beside.submit(self._read_run, runs[number], self._payloads(number, len(runs[number])))
+    def _payloads(self, number: int, run: Sequence[object]) -> Payload:
+        """Return the memory for the payloads of a run."""
+        return self._memories.of(number).payloads[: len(run) * self._form.payload_bytes]
 
     def _read_run(self, run: Sequence[_Place], into: Payload) -> None:
         self._transfer(self._payloads_at(run[0].slot, len(run)), into, is_read=True)
 
     def _begin_run(self, number: int, first: int, blocks: Sequence[TierBlock], fill: Fill) -> _Writing:
         """Fill the memory of a run, to be written into the slots from `first` on."""
-        memory = _RunMemory(self._headers(number, len(blocks)), self._payloads(number, len(blocks)))
-        return _Writing(first, blocks, [self._fill(memory, i, block, fill) for i, block in enumerate(blocks)], memory)
+        count = len(blocks)
+        whole = self._memories.of(number)
+        memory = RunMemory(whole.headers[: count * self._form.header_bytes], self._payloads(number, blocks))
+        headers, payloads = memory.headers.reshape(count, -1), memory.payloads.reshape(count, -1)
+        payloads[:, self.block_bytes :] = 0
+        filling = zip(blocks, payloads[:, : self.block_bytes], headers, strict=True)
+        epoch = self._folder.epoch
+        return _Writing(first, blocks, [self._fill(epoch, fill, *each) for each in filling], memory)
 
     def _write_run(self, writing: _Writing) -> None:
         """Write a run: the payloads, then the headers."""
@@ -259,27 +261,21 @@ class DiskStore:
         if (error := written.exception()) is not None:  # whatever it is: the slots are free again
             filled = [error if isinstance(error, Exception) else TierIoError(str(error))] * len(filled)
         slots = range(writing.first, writing.first + len(filled))
-        return [self._keep(*each) for each in zip(slots, writing.blocks, filled, strict=True)]
+        with self._lock:
+            return [self._keep(*each) for each in zip(slots, writing.blocks, filled, strict=True)]
 
     def _keep(self, slot: int, block: TierBlock, outcome: bytes | Exception) -> Exception | None:
-        with self._lock:
-            if isinstance(outcome, Exception):
-                self._free.append(slot)
-                return outcome
-            self._places[block.address] = _Place(slot, outcome)
-            return None
+        if isinstance(outcome, Exception):
+            self._free.append(slot)
+            return outcome
+        self._places[block.address] = _Place(slot, outcome)
+        return None
 
-    def _fill(self, memory: _RunMemory, number: int, block: TierBlock, fill: Fill) -> bytes | Exception:
+    def _fill(self, epoch: bytes, fill: Fill, block: TierBlock, payload: Payload, header: Payload) -> bytes | Exception:
         """Write a block and its header into the memory of a run; return its checksum, or why it is no block."""
-        size = self._form.payload_bytes
-        padded = memory.payloads[number * size : (number + 1) * size]
-        payload = padded[: self.block_bytes]
-        size = self._form.header_bytes
-        header = memory.headers[number * size : (number + 1) * size]
         try:
             fill(block, payload)
-            padded[self.block_bytes :] = 0
-            return write_header(header, block, self._fingerprint, self._folder.epoch, time.time_ns(), payload)
+            return write_header(header, block, self._fingerprint, epoch, time.time_ns(), payload)
         except Exception as error:
             header[:] = 0  # what lies in the slot now is no block
             return error
@@ -358,20 +354,6 @@ class DiskStore:
     def _say_buffered(self) -> None:
         log.warning("%s takes no direct I/O: KV goes through the page cache", self._folder.path)
 
-    def _payloads(self, number: int, count: int) -> Payload:
-        """Return memory of this thread for the payloads of a run. One run is filled while that before is on its way."""
-        if not hasattr(self._own, "payloads"):
-            self._own.payloads = [_aligned(self._run_blocks * self._form.payload_bytes) for _ in range(2)]
-        payloads: Payload = self._own.payloads[number % 2]
-        return payloads[: count * self._form.payload_bytes]
-
-    def _headers(self, number: int, count: int) -> Payload:
-        """Return memory of this thread for the headers of a run."""
-        if not hasattr(self._own, "headers"):
-            self._own.headers = [_aligned(self._run_blocks * self._form.header_bytes) for _ in range(2)]
-        headers: Payload = self._own.headers[number % 2]
-        return headers[: count * self._form.header_bytes]
-
     # --- finding what is there -------------------------------------------------------------------------
 
     def _scan(self, until_s: float) -> set[int]:
@@ -393,7 +375,7 @@ class DiskStore:
         size, first = self._form.header_bytes, segment * self._form.per_segment
         count = min(self._form.per_segment, self.max_blocks - first)
         at_once = max(1, RUN_BYTES // size)
-        buffer = _aligned(at_once * size)
+        buffer = whole_pages(at_once * size)
         for number in range(0, count, at_once):
             if time.monotonic() > until_s:
                 log.warning("%s is too slow: KV blocks from slot %d on are lost", self._folder.path, first + number)
@@ -411,8 +393,3 @@ class DiskStore:
         except TierCorruptError:
             return None
         return body if body.payload_bytes == self.block_bytes else None
-
-
-def _aligned(num_bytes: int) -> Payload:
-    assert num_bytes % PAGE_BYTES == 0, "headers and payloads are whole pages"
-    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)

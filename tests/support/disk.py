@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 from kvcache.tiers.address import content_address, root_address
@@ -49,6 +50,18 @@ class FailingIo(SystemIo):
         self._fail("write")
         self.written.append(offset)
         return super().write(file, data[: len(data) // 2] if self.short else data, offset)
+
+
+class SlowWrites(SystemIo):
+    """An operating system whose writes wait while a test says so."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def write(self, file: int, data: Payload, offset: int) -> int:
+        self.may_write.wait()
+        return super().write(file, data, offset)
 
 
 def open_store(

@@ -3,8 +3,10 @@
 import errno
 import os
 import random
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvcache.tiers.disk import DiskStore
@@ -19,6 +21,7 @@ from tests.support.disk import (
     FINGERPRINT,
     FailingIo,
     RawSlot,
+    SlowWrites,
     chain,
     form,
     open_store,
@@ -344,4 +347,49 @@ def test_blocks_of_many_runs_come_whole_and_in_order(tmp_path: Path, monkeypatch
     with pytest.raises(TierCorruptError):
         store.load([block.address for block in blocks], lambda payload: got.append(payload.tobytes()))
     assert got == [payload_of(block) for block in blocks[:11]]
+    store.close()
+
+
+def test_a_load_does_not_wait_for_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many runs as may be on their way are written, and the disk takes none of them."""
+    monkeypatch.setattr("kvcache.tiers.disk.RUN_BYTES", 3 * form().payload_bytes)
+    io = SlowWrites()
+    store = open_store(tmp_path, io=io)
+    kept, written = chain(1, 20), chain(2, 30)
+    put(store, kept)
+    io.may_write.clear()
+    writing = threading.Thread(target=put, args=(store, written))
+    writing.start()
+    assert [read(store, block) for block in kept] == [payload_of(block) for block in kept]
+    got: list[bytes] = []
+    store.load([block.address for block in kept], lambda payload: got.append(payload.tobytes()))
+    assert got == [payload_of(block) for block in kept]
+    assert not store.find(written[0].address)
+    io.may_write.set()
+    writing.join()
+    assert [read(store, block) for block in written] == [payload_of(block) for block in written]
+    store.close()
+
+
+def test_runs_beside_one_that_fails_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.tiers.disk.RUN_BYTES", 2 * form().payload_bytes)
+    io = FailingIo()
+    store = open_store(tmp_path, io=io)
+    blocks = chain(1, 10)
+    write, begun = io.write, list[int]()
+
+    def fail_once(file: int, data: Payload, offset: int) -> int:
+        begun.append(offset)
+        if len(begun) == 5:  # the payloads of the third run
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(file, data, offset)
+
+    monkeypatch.setattr(io, "write", fail_once)
+    outcomes = store.store(
+        blocks, lambda block, payload: np.copyto(payload, np.frombuffer(payload_of(block), np.uint8))
+    )
+    assert [error is None for error in outcomes] == [True] * 4 + [False] * 2 + [True] * 4
+    assert [store.find(block.address) for block in blocks] == [True] * 4 + [False] * 2 + [True] * 4
+    put(store, blocks[4:6])
+    assert [read(store, block) for block in blocks] == [payload_of(block) for block in blocks]
     store.close()
