@@ -337,7 +337,7 @@ async def measure_peers(config: KvBenchConfig, plain: BenchedEngine, console: Co
     console.print("prompts that another process has computed")
     found = await measure_peer(config, plain, [prompts.fresh_prompt() for _ in range(config.rounds + 1)])
     console.print("scattered blocks over NIXL")
-    share = await nixl_read_share(4 * config.rounds)
+    share = await nixl_read_share(16 * config.rounds)
     return {
         "wrong_tokens": found.wrong_tokens,
         "failed": found.failed,

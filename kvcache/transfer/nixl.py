@@ -23,7 +23,7 @@ import numpy as np
 
 from kvcache.memory import KvRegion
 from kvcache.transfer.heads import BlockPart
-from kvcache.transfer.offers import NUM_SLOTS, ByteSpan, Offerer, Offers, check_fetch, has_ended, plan_spans
+from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Spans, check_fetch, has_ended, plan_spans
 from mesh.address import split_address
 from mesh.silence import break_cut_connections
 from protocol.errors import ConfigError, TransferError
@@ -159,7 +159,7 @@ async def probe(address: str) -> None:
 
 
 class _Fetch:
-    def __init__(self, ticket: Ticket, spans: Sequence[ByteSpan]) -> None:
+    def __init__(self, ticket: Ticket, spans: Spans) -> None:
         self.ticket = ticket
         self.spans = spans
         self.aborted = False  # set by the event loop, read by the agent's thread
@@ -326,17 +326,15 @@ class _AgentThread(threading.Thread):
         peer = decode(job.ticket.peer, NixlPeer)
         name = self._connect(job.ticket.worker_id, peer)
         cache_bytes = peer.num_blocks * job.ticket.layout.block_bytes
-        if any(span.remote < 0 or span.remote + span.num_bytes > cache_bytes for span in job.spans):
+        begins, into, sizes = job.spans.astype(np.uint64).T
+        if (begins + sizes > cache_bytes).any():
             raise TransferError(f"{job.ticket.worker_id} offers blocks beyond its KV cache")
-        num_bytes = sum(span.num_bytes for span in job.spans)
-        if job.spans:
-            table = np.array([(span.local, span.num_bytes, span.remote) for span in job.spans], dtype=np.uint64)
-            sizes = table[:, 1]
-            local = np.stack([table[:, 0] + self._region.address, sizes, np.full_like(sizes, self._device)], 1)
-            remote = np.stack([table[:, 2] + peer.blocks_address, sizes, np.full_like(sizes, peer.device)], 1)
+        if len(sizes):
+            local = np.stack([into + self._region.address, sizes, np.full_like(sizes, self._device)], 1)
+            remote = np.stack([begins + peer.blocks_address, sizes, np.full_like(sizes, peer.device)], 1)
             yield from self._read(job, name, local, self._memory, remote, peer.memory)
         yield from self._check_offer(job, name, peer)
-        return num_bytes
+        return int(sizes.sum())
 
     def _check_offer(self, job: _Fetch, name: str, peer: NixlPeer) -> Generator[None, None, None]:
         """Read the offer's slot after the blocks: the nonce proves that the blocks were not reused meanwhile."""

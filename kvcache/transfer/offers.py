@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.transfer.heads import BlockPart
 from mesh.safeguards import is_off
@@ -11,6 +15,10 @@ from protocol.messages import KvLayout, Ticket
 
 _CHECKS_NONCES = not is_off("nonce")
 NUM_SLOTS = 4096  # standing offers of one worker; each costs 8 bytes that peers can read
+_MOST_BLOCKS = 1 << 32  # of a cache
+
+# int64 [copies, 3]: where each begins in the peer's cache and in ours, and how long it is, in bytes
+Spans: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,52 +83,38 @@ def has_ended(ticket: Ticket, found: int) -> bool:
     return found != ticket.nonce and _CHECKS_NONCES
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Blocks that lie side by side on both sides, so that one copy moves them."""
+def plan_spans(remote: Sequence[int], local: Sequence[int], layout: KvLayout, part: BlockPart | None) -> Spans:
+    """Return the copies that move blocks remote[i], or a part of each, to blocks local[i] of `layout`.
 
-    remote: int
-    local: int
-    count: int
-
-
-def plan_copy(remote: Sequence[int], local: Sequence[int]) -> list[Run]:
-    """Return the fewest copies that move remote[i] to local[i] in order: neighbours are joined."""
-    runs: list[Run] = []
-    start = 0
-    for i in range(1, len(remote) + 1):
-        together = i < len(remote) and remote[i] == remote[i - 1] + 1 and local[i] == local[i - 1] + 1
-        if not together:
-            runs.append(Run(remote[start], local[start], i - start))
-            start = i
-    return runs if remote else []
-
-
-@dataclass(frozen=True, slots=True)
-class ByteSpan:
-    """Bytes that one copy moves, counted from the beginning of either cache."""
-
-    remote: int
-    local: int
-    num_bytes: int
-
-
-def plan_spans(remote: Sequence[int], local: Sequence[int], layout: KvLayout, part: BlockPart | None) -> list[ByteSpan]:
-    """Return the copies that move blocks remote[i], or a part of each, to blocks local[i] of `layout`."""
+    Neighbours on both sides are one copy. Raise TransferError if a block or a piece cannot be.
+    """
     size = layout.block_bytes
+    there, here = _block_ids(remote), _block_ids(local)
     if part is None:
-        return [ByteSpan(run.remote * size, run.local * size, run.count * size) for run in plan_copy(remote, local)]
+        is_first = np.ones(len(there), bool)
+        is_first[1:] = (np.diff(there) != 1) | (np.diff(here) != 1)
+        first = np.flatnonzero(is_first)
+        return np.stack([there[first], here[first], np.diff(first, append=len(there))], 1) * size
     theirs = part.source.block_bytes
     for piece in part.pieces:
         if min(piece.remote, piece.local, piece.num_bytes - 1) < 0 or (
             piece.remote + piece.num_bytes > theirs or piece.local + piece.num_bytes > size
         ):
             raise TransferError(f"{piece} lies outside of blocks of {theirs} and {size} bytes")
-    return [
-        ByteSpan(there * theirs + piece.remote, here * size + piece.local, piece.num_bytes)
-        for there, here in zip(remote, local, strict=True)
-        for piece in part.pieces
-    ]
+    blocks = np.stack([there * theirs, here * size, np.zeros_like(there)], 1)
+    pieces = np.array([(piece.remote, piece.local, piece.num_bytes) for piece in part.pieces], np.int64)
+    return (blocks[:, None] + pieces.reshape(1, -1, 3)).reshape(-1, 3)
+
+
+def _block_ids(blocks: Sequence[int]) -> NDArray[np.int64]:
+    """Return block ids as an array. Raise TransferError for what is none: a peer may say anything."""
+    try:
+        ids = np.array(blocks, np.int64)
+    except OverflowError as error:
+        raise TransferError("a KV offer names blocks that cannot be") from error
+    if ids.size and not 0 <= ids.min() <= ids.max() < _MOST_BLOCKS:
+        raise TransferError("a KV offer names blocks that cannot be")
+    return ids
 
 
 def check_fetch(

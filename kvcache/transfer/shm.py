@@ -19,7 +19,7 @@ import numpy as np
 
 from kvcache.memory import KvRegion
 from kvcache.transfer.heads import BlockPart
-from kvcache.transfer.offers import NUM_SLOTS, ByteSpan, Offerer, Offers, check_fetch, has_ended, plan_spans
+from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Spans, check_fetch, has_ended, plan_spans
 from protocol.errors import ConfigError, TransferError
 from protocol.ids import WorkerId, new_generation
 from protocol.messages import Ticket, decode, encode
@@ -86,21 +86,18 @@ class ShmBackend:
             copying.exception()  # the caller has left: nobody gets the error
             raise
 
-    def _copy(self, ticket: Ticket, spans: Sequence[ByteSpan]) -> int:
+    def _copy(self, ticket: Ticket, spans: Spans) -> int:
         assert self._region is not None
         memory = self._map_of(ticket)
-        source = memory.ctypes.data
-        num_bytes = 0
-        for span in spans:
-            start = _HEADER_BYTES + span.remote
-            if span.remote < 0 or start + span.num_bytes > len(memory):
-                raise TransferError(f"{ticket.worker_id} offers blocks beyond its KV cache")
-            ctypes.memmove(self._region.address + span.local, source + start, span.num_bytes)  # releases the GIL
-            num_bytes += span.num_bytes
+        source = memory.ctypes.data + _HEADER_BYTES
+        if (spans[:, 0] + spans[:, 2] > len(memory) - _HEADER_BYTES).any():
+            raise TransferError(f"{ticket.worker_id} offers blocks beyond its KV cache")
+        for begin, into, size in spans.tolist():
+            ctypes.memmove(self._region.address + into, source + begin, size)  # releases the GIL
         words = memory[:_HEADER_BYTES].view(np.uint64)
         if not 0 <= ticket.slot < NUM_SLOTS or has_ended(ticket, int(words[1 + ticket.slot])):
             raise TransferError(f"the KV offer of {ticket.worker_id} ended before it was fetched")
-        return num_bytes
+        return int(spans[:, 2].sum())
 
     def _map_of(self, ticket: Ticket) -> Map:
         peer = decode(ticket.peer, _ShmPeer)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.transfer.heads import BlockPart, BlockPiece, HeadShard, heads_of, layout_of, plan_heads
-from kvcache.transfer.offers import ByteSpan, plan_spans
+from kvcache.transfer.offers import plan_spans
 from protocol.errors import TransferError
 from protocol.messages import KvLayout
 
@@ -99,8 +99,12 @@ def test_heads_that_cannot_be_split_are_refused(heads: int, shard: tuple[int, in
 def test_a_piece_outside_of_a_block_is_refused() -> None:
     layout = whole_layout(1)
     size = layout.block_bytes
-    assert plan_spans([3], [5], layout, BlockPart(layout, [BlockPiece(0, 4, 8)])) == [
-        ByteSpan(3 * size, 5 * size + 4, 8)
+    pieces = [BlockPiece(0, 4, 8), BlockPiece(8, 0, 4)]
+    assert plan_spans([3, 1], [5, 2], layout, BlockPart(layout, pieces)).tolist() == [
+        [3 * size, 5 * size + 4, 8],
+        [3 * size + 8, 5 * size, 4],
+        [size, 2 * size + 4, 8],
+        [size + 8, 2 * size, 4],
     ]
     for piece in (BlockPiece(-1, 0, 4), BlockPiece(0, -1, 4), BlockPiece(0, size, 1), BlockPiece(size - 3, 0, 4)):
         with pytest.raises(TransferError, match="outside of blocks"):
