@@ -4,7 +4,8 @@ Torch engines of one model run in this process: one has no tier, one keeps evict
 one in storage that it shares with a process, and one pulls it from another process. The first and one of the others are
 given the same prompts in turn, and while one is asked the other is idle. Greedy answers of both are compared token by
 token. Where prompts are evicted, the device holds fewer than are asked for in a circle. Times are the engine's own,
-without router and frontend.
+without router and frontend. How long prompts are, and how often sides are compared, is chosen once, by the speed of
+this machine.
 """
 
 import asyncio
@@ -23,8 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kv_chaos import index_equal
+from benchmarks.kv_cost import itl_cost, one_shot_cost
 from benchmarks.kv_disk import corrupt, measure_shares
-from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, ThrottledStore, running
+from benchmarks.kv_engines import VOCABULARY, BenchedEngine, FreshPrompts, KvBenchConfig, ThrottledStore, running
+from benchmarks.kv_pace import ISL_TOKENS, is_paced, paced, sized
 from benchmarks.kv_peers import measure_peer, nixl_read_share
 from benchmarks.kv_restart import fill_and_kill
 from benchmarks.kv_shared import corrupt_shared, measure_shared
@@ -35,8 +38,10 @@ from workers.tiers import MIB, TierSettings
 
 EQUAL_PROMPTS = 16  # at once
 CIRCLE = 4  # prompts that are asked for in turn; the device holds two of them and a half
-VOCABULARY = 1500  # token ids of prompts are below
 SLOWER = 3.0  # a throttled load takes so many times as long as computing
+COST_ROUNDS = 3  # of what costs little to measure and differs much, in each round
+SHARE_MIB, SHARE_ROUNDS = 256, 12  # that a disk reads and writes, and how often
+NIXL_PAIRS = 128  # of our read and a bare one
 
 
 class KvBenchReport(Struct, frozen=True, kw_only=True):
@@ -61,7 +66,11 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     shared_prefix_loads: float  # for equal prompts at once; the mean of the rounds
     slow_tier_regret: float  # TTFT with a throttled tier / that of computing
     itl_ratio: float  # of a stream beside prompts that never come again: with host memory / without
+    itl_control_ratio: float  # ... without / without: the noise
+    itl_ratio_spread: float  # ... between the quartiles of the rounds
     one_shot_throughput_ratio: float  # of prompts that never come again: with host memory / without
+    one_shot_control_ratio: float
+    one_shot_ratio_spread: float
     ttft_host_ms: float
     ttft_disk_ms: float
     ttft_restart_ms: float
@@ -74,6 +83,8 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     model: str
     dtype: str
     isl_tokens: int
+    rounds: int
+    took_s: float
 
 
 GOALS = {
@@ -111,7 +122,7 @@ def main(argv: list[str]) -> int:
         "it again, with the torch engine, and what host memory costs prompts that never come again.",
         section="bench",
     )
-    report = asyncio.run(measure(config, Console(stderr=True)))
+    report = asyncio.run(measure(config, PhaseNotes(Console(stderr=True))))
     Console().print(table_of(report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
@@ -124,114 +135,114 @@ def main(argv: list[str]) -> int:
 
 
 class KvBench:
-    """The comparisons, one after the other."""
+    """The comparisons of an engine that has a tier with one that computes, one after the other."""
 
-    def __init__(self, config: KvBenchConfig, host: BenchedEngine, plain: BenchedEngine) -> None:
+    def __init__(self, config: KvBenchConfig, tiered: BenchedEngine, plain: BenchedEngine) -> None:
         self.config = config
-        self.host = host
+        self.tiered = tiered
         self.plain = plain
         self.wrong_tokens = 0
-        self._prompts = 0
+        self.prompts = FreshPrompts()
+        self._expected: dict[tuple[int, ...], list[int]] = {}
 
-    def fresh_prompt(self, isl_tokens: int = 0) -> list[int]:
+    def fresh_prompt(self) -> list[int]:
         """Return a prompt that shares no block with any before."""
-        self._prompts += 1
-        length = isl_tokens or self.config.isl_tokens
-        head = [self._prompts % VOCABULARY, self._prompts // VOCABULARY + 1]
-        return head + [(31 * i + 7 * self._prompts) % VOCABULARY + 10 for i in range(length - 2)]
+        return self.prompts.fresh(self.config.isl_tokens)
 
     async def both(self, prompt: Sequence[int]) -> tuple[float, float]:
-        """Return the TTFT with host memory and without."""
-        with_s, answer, _ = await self.host.ask(prompt)
-        await self.host.rest()
+        """Return the TTFT with the tier and computed."""
+        with_s, answer, _ = await self.tiered.ask(prompt)
+        await self.tiered.rest()
         without_s, expected, _ = await self.plain.ask(prompt)
-        self.wrong_tokens += sum([one != other for one, other in zip(answer, expected, strict=False)])
+        self._compare(answer, expected)
+        self._expected[tuple(prompt)] = expected
         return with_s, without_s
+
+    async def tiered_alone(self, prompt: Sequence[int]) -> None:
+        """Ask for a prompt whose time does not count. What it is compared with is computed once."""
+        _, answer, _ = await self.tiered.ask(prompt)
+        await self.tiered.rest()
+        self._compare(answer, await self._expected_of(prompt))
+
+    async def _expected_of(self, prompt: Sequence[int]) -> list[int]:
+        key = tuple(prompt)
+        if key not in self._expected:
+            _, self._expected[key], _ = await self.plain.ask(prompt)
+        return self._expected[key]
+
+    def _compare(self, answer: Sequence[int], expected: Sequence[int]) -> None:
+        self.wrong_tokens += sum([one != other for one, other in zip(answer, expected, strict=False)])
 
     async def speedup(self) -> tuple[float, float]:
         """Return the median TTFTs of prompts that were evicted: from the tier, and computed."""
+        times = await self._circle()
+        return statistics.median([pair[0] for pair in times]), statistics.median([pair[1] for pair in times])
+
+    async def _circle(self) -> list[tuple[float, float]]:
+        """Return the TTFTs of prompts that are asked for in a circle, after a tier has them and knows its speed."""
         prompts = [self.fresh_prompt() for _ in range(CIRCLE)]
         for prompt in prompts * 3:  # a disk has a prompt when it was asked for twice
-            await self.both(prompt)
-        times = [await self.both(prompts[number % CIRCLE]) for number in range(self.config.rounds * CIRCLE)]
-        return statistics.median([pair[0] for pair in times]), statistics.median([pair[1] for pair in times])
+            await self.tiered_alone(prompt)
+        return [await self.both(prompts[number % CIRCLE]) for number in range(self.config.rounds * CIRCLE)]
 
     async def equal_prompts(self) -> float:
         """Return how many loads equal prompts at once need."""
         prompts = [self.fresh_prompt() for _ in range(CIRCLE)]
         for prompt in prompts:
-            await self.both(prompt)
+            await self.tiered_alone(prompt)
         loads = 0
-        for number in range(CIRCLE):
-            before = self.host.count("loads")
-            answers = await asyncio.gather(*[self.host.ask(prompts[number]) for _ in range(EQUAL_PROMPTS)])
-            await self.host.rest()
-            loads += self.host.count("loads") - before
-            _, expected, _ = await self.plain.ask(prompts[number])
-            self.wrong_tokens += sum([answer != expected for _, answer, _ in answers])
+        for prompt in prompts:
+            before = self.tiered.count("loads")
+            answers = await asyncio.gather(*[self.tiered.ask(prompt) for _ in range(EQUAL_PROMPTS)])
+            await self.tiered.rest()
+            loads += self.tiered.count("loads") - before
+            for _, answer, _ in answers:
+                self._compare(answer, await self._expected_of(prompt))
         return loads / CIRCLE
 
     async def regret(self, computed_s: float, store: ThrottledStore) -> float:
         """Return TTFT / that of computing, where loads take SLOWER times as long as computing."""
-        tiers = self.host.engine._scheduler.tiers
-        assert tiers is not None
-        store.block_s = SLOWER * computed_s / (self.config.isl_tokens / tiers.pool.block_size)
-        prompts = [self.fresh_prompt() for _ in range(CIRCLE)]
-        for prompt in prompts * 3:  # calibrate: the first loads find out that they are slow
-            await self.both(prompt)
-        times = [await self.both(prompts[number % CIRCLE]) for number in range(self.config.rounds * CIRCLE)]
+        store.block_s = SLOWER * computed_s / (self.config.isl_tokens / self.tiered.engine._scheduler.pool.block_size)
+        times = await self._circle()
         store.block_s = 0.0
         return statistics.median([with_s / without_s for with_s, without_s in times])
 
-    async def one_shot(self) -> float:
-        """Return the ratio of throughputs of prompts that never come again, with host memory / without."""
-        ratios: list[float] = []
-        for number in range(self.config.rounds + 1):
-            prompts = [self.fresh_prompt() for _ in range(2 * CIRCLE)]
-            took: dict[bool, float] = {}
-            for has_tier in (True, False) if number % 2 else (False, True):
-                side = self.host if has_tier else self.plain
-                began = time.perf_counter()
-                await asyncio.gather(*[side.ask(prompt, 8) for prompt in prompts])
-                took[has_tier] = time.perf_counter() - began
-                await side.rest()
-            ratios.append(took[False] / took[True])
-        return statistics.median(ratios[1:])
 
-    async def itl(self) -> float:
-        """Return the ratio of a stream's ITL beside prompts that never come again, with host memory / without."""
-        ratios: list[float] = []
-        for number in range(self.config.rounds + 1):
-            prompts = [self.fresh_prompt(self.config.isl_tokens // 2) for _ in range(2 * CIRCLE)]
-            stream = self.fresh_prompt(64)
-            itl_s: dict[bool, float] = {}
-            for has_tier in (True, False) if number % 2 else (False, True):
-                side = self.host if has_tier else self.plain
-                streaming = asyncio.create_task(side.ask(stream, 64))
-                for prompt in prompts:
-                    await side.ask(prompt, 1)
-                _, _, came = await streaming
-                itl_s[has_tier] = (came[-1] - came[0]) / 63
-                await side.rest()
-            ratios.append(itl_s[True] / itl_s[False])
-        return statistics.median(ratios[1:])
+class PhaseNotes:
+    """Says on stderr what is measured now, and since when all is."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began_s = time.perf_counter()
+
+    @property
+    def took_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+    def __call__(self, text: str) -> None:
+        self._console.print(f"{self.took_s:5.0f} s  {text}", highlight=False)
 
 
-async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
+async def measure(config: KvBenchConfig, say: PhaseNotes) -> KvBenchReport:
+    if not is_paced(config):
+        say("how fast this machine computes")
+    config = paced(config, 0.0 if is_paced(config) else await computed_token_s(config))
     with TemporaryDirectory(prefix="kvmesh-bench-kv-", dir=config.disk or None) as folder:
         async with running(config, TierSettings()) as engine:
             plain = BenchedEngine(engine)
-            host = await measure_host(config, plain, console)
-            disk = await measure_disk(config, plain, Path(folder), console)
-            shared = await measure_other(config, plain, Path(folder), console)
-            peer = await measure_peers(config, plain, console)
             assert engine._info is not None
             layout = engine._info.layout
+            config = sized(config, config.isl_tokens // layout.block_size * layout.block_bytes)
+            say(f"{config.rounds} rounds of prompts of {config.isl_tokens} tokens, {layout.block_bytes} bytes a block")
+            host = await measure_host(config, plain, say)
+            disk = await measure_disk(config, plain, Path(folder), say)
+            shared = await measure_other(config, plain, Path(folder), say)
+            peer = await measure_peers(config, plain, say)
         seed = time.time_ns() % 10_000
-        console.print(f"aborts, resets and damaged loads (seed {seed})")
+        say(f"aborts, resets and damaged loads (seed {seed})")
         is_equal = await index_equal(config, layout.block_bytes, Path(folder), seed)
-        console.print("the disk by itself")
-        shares = measure_shares(Path(folder), layout.block_bytes, config.disk_mib // 4, config.rounds)
+        say("the disk by itself")
+        shares = measure_shares(Path(folder), layout.block_bytes, min(SHARE_MIB, config.disk_mib // 4), SHARE_ROUNDS)
         damages = corrupt(Path(folder), layout.block_bytes), corrupt_shared(Path(folder), layout.block_bytes)
     return KvBenchReport(
         wrong_tokens=sum([side.pop("wrong_tokens") for side in (host, disk, shared, peer)]),
@@ -246,6 +257,8 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
         model=config.model,
         dtype=layout.dtype,
         isl_tokens=config.isl_tokens,
+        rounds=config.rounds,
+        took_s=round(say.took_s, 1),
         **host,
         **disk,
         **shared,
@@ -253,7 +266,16 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
     )
 
 
-async def measure_host(config: KvBenchConfig, plain: BenchedEngine, console: Console) -> dict[str, Any]:
+async def computed_token_s(config: KvBenchConfig) -> float:
+    """Return how long one token of a prompt takes here, by the shortest prompt that may be chosen."""
+    isl_tokens = ISL_TOKENS[-1]
+    async with running(msgspec.structs.replace(config, isl_tokens=isl_tokens)) as engine:
+        side, prompts = BenchedEngine(engine), FreshPrompts()
+        times = [(await side.ask(prompts.fresh(isl_tokens)))[0] for _ in range(3)]
+    return statistics.median(times[1:]) / isl_tokens  # the first one warms up
+
+
+async def measure_host(config: KvBenchConfig, plain: BenchedEngine, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about host memory."""
     async with running(config, TierSettings(config.host_mib * MIB)) as engine:
         host = BenchedEngine(engine)
@@ -261,14 +283,17 @@ async def measure_host(config: KvBenchConfig, plain: BenchedEngine, console: Con
         stores: Any = engine._copies._tiers.stores  # type: ignore[union-attr]
         [(tier, store)] = stores.items()
         throttled = stores[tier] = ThrottledStore(store)
-        console.print("prompts that come again")
+        say("prompts that come again")
         hit_s, computed_s = await bench.speedup()
-        console.print("equal prompts at once")
+        say("equal prompts at once")
         shared = await bench.equal_prompts()
-        console.print("a throttled tier")
+        say("a throttled tier")
         regret = await bench.regret(computed_s, throttled)
-        console.print("prompts that never come again")
-        one_shot, itl = await bench.one_shot(), await bench.itl()
+        say("prompts that never come again")
+        isl_tokens, rounds = config.isl_tokens // 2, COST_ROUNDS * config.rounds
+        one_shot = await one_shot_cost(host, bench.prompts, isl_tokens, rounds)
+        say("a stream beside prompts that never come again")
+        itl = await itl_cost(host, bench.prompts, isl_tokens, rounds)
         [use] = engine.load().tiers
         return {
             "wrong_tokens": bench.wrong_tokens,
@@ -277,8 +302,12 @@ async def measure_host(config: KvBenchConfig, plain: BenchedEngine, console: Con
             "host_speedup": round(computed_s / hit_s, 2),
             "shared_prefix_loads": shared,
             "slow_tier_regret": round(regret, 3),
-            "itl_ratio": round(itl, 3),
-            "one_shot_throughput_ratio": round(one_shot, 3),
+            "itl_ratio": round(itl.ratio, 3),
+            "itl_control_ratio": round(itl.control, 3),
+            "itl_ratio_spread": round(itl.spread, 3),
+            "one_shot_throughput_ratio": round(1 / one_shot.ratio, 3),
+            "one_shot_control_ratio": round(1 / one_shot.control, 3),
+            "one_shot_ratio_spread": round(one_shot.spread, 3),
             "ttft_host_ms": round(1000 * hit_s, 2),
             "ttft_computed_ms": round(1000 * computed_s, 2),
             "loaded_blocks": use.counts["loaded"],
@@ -287,17 +316,17 @@ async def measure_host(config: KvBenchConfig, plain: BenchedEngine, console: Con
         }
 
 
-async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path, console: Console) -> dict[str, Any]:
+async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about an engine with a disk."""
     settings = DiskSettings(str(folder / "engine"), config.disk_mib * MIB)
     async with running(config, TierSettings(disk=settings)) as engine:
         disk = BenchedEngine(engine)
         bench = KvBench(config, disk, plain)
-        console.print("prompts that come back from the disk")
+        say("prompts that come back from the disk")
         disk_s, computed_s = await bench.speedup()
     settings = DiskSettings(str(folder / "killed"), config.disk_mib * MIB)
     prompts = [bench.fresh_prompt() for _ in range(config.rounds)]
-    console.print("prompts that a killed process has left")
+    say("prompts that a killed process has left")
     await asyncio.to_thread(fill_and_kill, config, TierSettings(disk=settings), prompts)
     async with running(config, TierSettings(disk=settings)) as engine:
         again = BenchedEngine(engine)
@@ -314,10 +343,10 @@ async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path
     }
 
 
-async def measure_other(config: KvBenchConfig, plain: BenchedEngine, folder: Path, console: Console) -> dict[str, Any]:
+async def measure_other(config: KvBenchConfig, plain: BenchedEngine, folder: Path, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about shared storage."""
     place = config.shared or f"dir:{folder / 'shared'}"
-    console.print("prompts that another worker has stored")
+    say("prompts that another worker has stored")
     bench = KvBench(config, plain, plain)
     salt = time.time_ns() % VOCABULARY  # storage that is given may hold the prompts of a run before
     prompts = [[salt, *bench.fresh_prompt()[1:]] for _ in range(config.rounds)]
@@ -331,13 +360,13 @@ async def measure_other(config: KvBenchConfig, plain: BenchedEngine, folder: Pat
     }
 
 
-async def measure_peers(config: KvBenchConfig, plain: BenchedEngine, console: Console) -> dict[str, Any]:
+async def measure_peers(config: KvBenchConfig, plain: BenchedEngine, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about prefixes from another worker."""
     prompts = KvBench(config, plain, plain)
-    console.print("prompts that another process has computed")
+    say("prompts that another process has computed")
     found = await measure_peer(config, plain, [prompts.fresh_prompt() for _ in range(config.rounds + 1)])
-    console.print("scattered blocks over NIXL")
-    share = await nixl_read_share(16 * config.rounds)
+    say("scattered blocks over NIXL")
+    share = await nixl_read_share(NIXL_PAIRS)
     return {
         "wrong_tokens": found.wrong_tokens,
         "failed": found.failed,

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,8 @@ from workers.engine import AskPrefix
 from workers.step_engine import StepEngine, StepEngineConfig
 from workers.tiers import NO_TIERS, TierSettings
 
+VOCABULARY = 1500  # token ids of prompts are below
+
 
 class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
@@ -29,11 +31,11 @@ class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     )
     device: Annotated[str, Meta(description="cpu, cuda, cuda:<n> or auto")] = "cpu"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Meta(description="of weights and KV")] = "auto"
-    isl_tokens: Annotated[int, Meta(ge=64, description="prompt length")] = 1024
-    rounds: Annotated[int, Meta(ge=1, description="of each comparison; medians count")] = 8
-    host_mib: Annotated[int, Meta(ge=1, description="host memory of the side that has it")] = 2048
+    isl_tokens: Annotated[int, Meta(ge=0, description="prompt length; 0: 1024, or less where computing is slow")] = 0
+    rounds: Annotated[int, Meta(ge=0, description="of each comparison; 0: 8, or fewer where computing is slow")] = 0
+    host_mib: Annotated[int, Meta(ge=1, description="host memory of one side, unless prompts need more")] = 2048
     disk: Annotated[str, Meta(description="folder on the disk to measure; default: a temporary one")] = ""
-    disk_mib: Annotated[int, Meta(ge=64, description="space on the disk")] = 1024
+    disk_mib: Annotated[int, Meta(ge=64, description="space on the disk, unless prompts need more")] = 1024
     shared: Annotated[str, Meta(description="storage of several workers to measure; default: a temporary folder")] = ""
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
@@ -55,6 +57,18 @@ class ThrottledStore:
             take(payload)
 
         self._store.load(addresses, take_late)
+
+
+class FreshPrompts:
+    """Makes prompts that share no block with any before."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def fresh(self, isl_tokens: int) -> list[int]:
+        self._made += 1
+        head = [self._made % VOCABULARY, self._made // VOCABULARY + 1]
+        return head + [(31 * i + 7 * self._made) % VOCABULARY + 10 for i in range(isl_tokens - 2)]
 
 
 class BenchedEngine:
@@ -93,6 +107,17 @@ class BenchedEngine:
         copies = self.engine._copies
         while copies is not None and (copies.stack.in_flight or copies._loads):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+    @contextmanager
+    def without_tiers(self) -> Iterator[None]:
+        """Have the engine be one without tiers for a while. Nothing may be in progress at the beginning and the end."""
+        engine, scheduler = self.engine, self.engine._scheduler
+        kept = engine._copies, scheduler.tiers, scheduler.pool.journal
+        engine._copies, scheduler.tiers, scheduler.pool.journal = None, None, None
+        try:
+            yield
+        finally:
+            engine._copies, scheduler.tiers, scheduler.pool.journal = kept
 
     def count(self, name: str) -> int:
         return sum(use.counts.get(name, 0) for use in self.engine.load().tiers)
