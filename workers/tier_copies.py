@@ -60,6 +60,7 @@ class _Loading:
     reason: str = ""  # set by the thread, of an error: "corrupt", "failed" or "gone"
     outcome: str = "ok"
     given_up: bool = False
+    hang_timer: asyncio.TimerHandle | None = None  # since somebody was late because of it
 
     @property
     def request_id(self) -> RequestId:
@@ -99,6 +100,7 @@ class TierCopies:
         self._down = {level.tier: _thread("save", level) for level in tiers.stack.levels}
         self._up = {level.tier: _thread("load", level) for level in tiers.stack.levels}
         self._loads: dict[RequestId, _Loading] = {}  # that somebody waits for
+        self._copying: dict[Tier, _Loading] = {}  # that the thread of a tier is at: set by the thread
         self._running: set[asyncio.Future[None] | asyncio.Future[list[_Saved]]] = set()
         self._closed = False
         self._logged_s = 0.0
@@ -184,6 +186,7 @@ class TierCopies:
     # --- in threads ------------------------------------------------------------------------------------
 
     def _copy_up(self, loading: _Loading) -> None:
+        self._copying[loading.load.planned.tier] = loading
         into = iter(loading.load.into)
         for level, pieces in groupby(loading.load.planned.pieces, key=lambda piece: piece.level):
             began = time.perf_counter()
@@ -243,6 +246,12 @@ class TierCopies:
 
     def _on_copied(self, loading: _Loading, copying: "asyncio.Future[None]") -> None:
         self._running.discard(copying)
+        level = loading.load.planned.slowest
+        if self._copying.get(level.tier) is loading:
+            del self._copying[level.tier]
+        if loading.hang_timer is not None:
+            loading.hang_timer.cancel()
+            level.health.hanging -= 1
         if self._closed or copying.cancelled():
             return
         if not loading.given_up:
@@ -306,9 +315,30 @@ class TierCopies:
         loading.outcome = outcome
         self._forget(loading)
         if outcome == "late":
-            self._note_failed_read(loading.load.planned.slowest)
+            self._blame(loading)
         self._scheduler.load_given_up(loading.load)
         self._wake()
+
+    def _blame(self, late: _Loading) -> None:
+        """Note what a load was late for: itself, or the one that it waits for. One that hangs counts once.
+
+        While that one has not ended, nobody queues behind it; if it does not end, its tier is switched off.
+        """
+        level = late.load.planned.slowest
+        copied = self._copying.get(level.tier)
+        hanging = late if copied is None else copied
+        if hanging.hang_timer is None:
+            level.health.hanging += 1
+            patience_s = self._timeout_s + GRACE_S
+            hanging.hang_timer = asyncio.get_running_loop().call_later(patience_s, self._on_hung, level)
+        if copied is late and not late.arrived:
+            self._note_failed_read(level)
+
+    def _on_hung(self, level: TierLevel) -> None:
+        if level.health.is_readable:
+            log.error("a read hangs: the %s tier of the KV cache is switched off", level.tier.name.lower())
+            self.stack.switch_off(level)
+            self._on_news()
 
     def _forget(self, loading: _Loading) -> None:
         """Nobody waits for a load any more."""

@@ -11,8 +11,14 @@ class TierHealth:
 
     is_readable: bool = True
     is_writable: bool = True
+    hanging: int = 0  # copies up that others were late for, and that have not ended
     _failed_reads: int = 0
     _failed_writes: int = 0
+
+    @property
+    def takes_loads(self) -> bool:
+        """Return whether blocks can be read now: nobody queues behind a copy that hangs."""
+        return self.is_readable and not self.hanging
 
     def note_read(self, *, is_good: bool) -> bool:
         """Take how a read went. Return whether the tier is switched off by it."""

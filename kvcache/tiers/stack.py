@@ -254,7 +254,7 @@ class TierStack:
 
     def _piece(self, name: SequenceHash) -> LoadPiece | None:
         for level in self.levels:
-            if level.health.is_readable and (block := level.index.get(name)) is not None:
+            if level.health.takes_loads and (block := level.index.get(name)) is not None:
                 return LoadPiece(level, block)
         return None
 

@@ -238,6 +238,61 @@ async def test_a_load_that_hangs_holds_up_nobody(serving: Serving, monkeypatch: 
     assert serving.engine.load().used_blocks == 0
 
 
+async def reached(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_nobody_queues_behind_a_load_that_hangs(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts wait for one copy that hangs, which counts once. The tier is read again when it has ended."""
+    prompts = [others(first)[: 4 * BLOCK + 1] for first in (1800, 1801, 1802)]
+    for prompt in prompts:
+        await serving.ask(prompt)
+    await serving.push_out()
+    hangs, goes_on = hanging_loads(serving, monkeypatch)
+    copies = serving.engine._copies
+    assert copies is not None
+    copies._timeout_s = PATIENCE_S
+    waiting = [asyncio.create_task(serving.ask(prompt)) for prompt in prompts]
+    await asyncio.to_thread(hangs.wait, PATIENCE_S)
+    await reached(lambda: len(copies._loads) == 3)
+    for loading in list(copies._loads.values()):
+        copies._on_late(loading)
+    assert [(await answer).cached_tokens for answer in waiting] == [0, 0, 0]
+    [level] = copies.stack.levels
+    assert level.health.is_readable
+    for number in range(8):
+        await serving.ask(others(1500 + number)[: 4 * BLOCK + 1])
+    begun = serving.count("loads")
+    assert (await serving.ask(prompts[0])).cached_tokens == 0
+    assert serving.count("loads") == begun
+    goes_on.set()
+    await serving.quiet()
+    assert level.health.takes_loads
+    assert serving.engine.load().used_blocks == 0
+
+
+async def test_a_load_that_never_ends_switches_its_tier_off(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    hangs, goes_on = hanging_loads(serving, monkeypatch)
+    copies = serving.engine._copies
+    assert copies is not None
+    copies._timeout_s = 0.01
+    assert (await serving.ask(PROMPT)).cached_tokens == 0
+    assert hangs.is_set()
+    [level] = copies.stack.levels
+    await reached(lambda: not level.health.is_readable)
+    assert "a read hangs: the host tier of the KV cache is switched off" in caplog.text
+    goes_on.set()
+    await serving.quiet()
+    assert level.health.hanging == 0
+    assert serving.engine.kv_digest() == serving.index.digest(serving.holder)
+
+
 async def test_an_abort_frees_the_blocks_when_the_copy_ends(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     await serving.ask(PROMPT)
     await serving.push_out()
