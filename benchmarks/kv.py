@@ -27,6 +27,7 @@ from benchmarks.kv_chaos import index_equal
 from benchmarks.kv_cost import itl_cost, one_shot_cost
 from benchmarks.kv_disk import corrupt, measure_shares
 from benchmarks.kv_engines import VOCABULARY, BenchedEngine, FreshPrompts, KvBenchConfig, ThrottledStore, running
+from benchmarks.kv_judge import Answer, Judge
 from benchmarks.kv_pace import ISL_TOKENS, is_paced, paced, sized
 from benchmarks.kv_peers import measure_peer, nixl_read_share
 from benchmarks.kv_restart import fill_and_kill
@@ -34,6 +35,7 @@ from benchmarks.kv_shared import corrupt_shared, measure_shared
 from mesh.config import load
 from protocol.errors import EngineError
 from workers.disk_tier import DiskSettings
+from workers.step_engine import StepEngine
 from workers.tiers import MIB, TierSettings
 
 EQUAL_PROMPTS = 16  # at once
@@ -46,6 +48,7 @@ NIXL_PAIRS = 128  # of our read and a bare one
 
 class KvBenchReport(Struct, frozen=True, kw_only=True):
     wrong_tokens: int  # tokens that differ between the sides
+    rounded_answers: int  # that differ in bfloat16 from a token on that is as likely, but for rounding
     failed: int  # requests without a whole answer
     over_limit_bytes: int  # most that host memory ever held beyond its limit
     host_speedup: float  # TTFT computed / TTFT from host memory
@@ -63,6 +66,7 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     disk_read_share: float  # speed of the store / that of dd with direct I/O
     disk_write_share: float
     disk_path: str  # direct or buffered
+    host_is_on: bool  # host memory was not switched off meanwhile
     shared_prefix_loads: float  # for equal prompts at once; the mean of the rounds
     slow_tier_regret: float  # TTFT with a throttled tier / that of computing
     itl_ratio: float  # of a stream beside prompts that never come again: with host memory / without
@@ -104,6 +108,7 @@ GOALS = {
     "index_equal": "True",
     "disk_read_share": ">= 0.8",
     "disk_write_share": ">= 0.7",
+    "host_is_on": "True",
     "shared_prefix_loads": "1",
     "slow_tier_regret": "<= 1.15",
     "itl_ratio": "<= 1.05",
@@ -134,16 +139,24 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+class PlainSide(BenchedEngine):
+    """The engine that computes all prompts, and the judge of those that need not."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        super().__init__(engine)
+        self.judge = Judge(self.dtype)
+        self.prompts = FreshPrompts()
+
+
 class KvBench:
     """The comparisons of an engine that has a tier with one that computes, one after the other."""
 
-    def __init__(self, config: KvBenchConfig, tiered: BenchedEngine, plain: BenchedEngine) -> None:
+    def __init__(self, config: KvBenchConfig, tiered: BenchedEngine, plain: "PlainSide") -> None:
         self.config = config
         self.tiered = tiered
         self.plain = plain
-        self.wrong_tokens = 0
-        self.prompts = FreshPrompts()
-        self._expected: dict[tuple[int, ...], list[int]] = {}
+        self.prompts = plain.prompts
+        self._expected: dict[tuple[int, ...], Answer] = {}
 
     def fresh_prompt(self) -> list[int]:
         """Return a prompt that shares no block with any before."""
@@ -151,27 +164,23 @@ class KvBench:
 
     async def both(self, prompt: Sequence[int]) -> tuple[float, float]:
         """Return the TTFT with the tier and computed."""
-        with_s, answer, _ = await self.tiered.ask(prompt)
+        answer = await self.tiered.ask(prompt)
         await self.tiered.rest()
-        without_s, expected, _ = await self.plain.ask(prompt)
-        self._compare(answer, expected)
-        self._expected[tuple(prompt)] = expected
-        return with_s, without_s
+        expected = self._expected[tuple(prompt)] = await self.plain.ask(prompt)
+        self.plain.judge.compare(answer, expected)
+        return answer.ttft_s, expected.ttft_s
 
     async def tiered_alone(self, prompt: Sequence[int]) -> None:
         """Ask for a prompt whose time does not count. What it is compared with is computed once."""
-        _, answer, _ = await self.tiered.ask(prompt)
+        answer = await self.tiered.ask(prompt)
         await self.tiered.rest()
-        self._compare(answer, await self._expected_of(prompt))
+        self.plain.judge.compare(answer, await self._expected_of(prompt))
 
-    async def _expected_of(self, prompt: Sequence[int]) -> list[int]:
+    async def _expected_of(self, prompt: Sequence[int]) -> Answer:
         key = tuple(prompt)
         if key not in self._expected:
-            _, self._expected[key], _ = await self.plain.ask(prompt)
+            self._expected[key] = await self.plain.ask(prompt)
         return self._expected[key]
-
-    def _compare(self, answer: Sequence[int], expected: Sequence[int]) -> None:
-        self.wrong_tokens += sum([one != other for one, other in zip(answer, expected, strict=False)])
 
     async def speedup(self) -> tuple[float, float]:
         """Return the median TTFTs of prompts that were evicted: from the tier, and computed."""
@@ -196,8 +205,8 @@ class KvBench:
             answers = await asyncio.gather(*[self.tiered.ask(prompt) for _ in range(EQUAL_PROMPTS)])
             await self.tiered.rest()
             loads += self.tiered.count("loads") - before
-            for _, answer, _ in answers:
-                self._compare(answer, await self._expected_of(prompt))
+            for answer in answers:
+                self.plain.judge.compare(answer, await self._expected_of(prompt))
         return loads / CIRCLE
 
     async def regret(self, computed_s: float, store: ThrottledStore) -> float:
@@ -229,7 +238,7 @@ async def measure(config: KvBenchConfig, say: PhaseNotes) -> KvBenchReport:
     config = paced(config, 0.0 if is_paced(config) else await computed_token_s(config))
     with TemporaryDirectory(prefix="kvmesh-bench-kv-", dir=config.disk or None) as folder:
         async with running(config, TierSettings()) as engine:
-            plain = BenchedEngine(engine)
+            plain = PlainSide(engine)
             assert engine._info is not None
             layout = engine._info.layout
             config = sized(config, config.isl_tokens // layout.block_size * layout.block_bytes)
@@ -245,7 +254,8 @@ async def measure(config: KvBenchConfig, say: PhaseNotes) -> KvBenchReport:
         shares = measure_shares(Path(folder), layout.block_bytes, min(SHARE_MIB, config.disk_mib // 4), SHARE_ROUNDS)
         damages = corrupt(Path(folder), layout.block_bytes), corrupt_shared(Path(folder), layout.block_bytes)
     return KvBenchReport(
-        wrong_tokens=sum([side.pop("wrong_tokens") for side in (host, disk, shared, peer)]),
+        wrong_tokens=plain.judge.wrong_tokens,
+        rounded_answers=plain.judge.rounded_answers,
         failed=sum([side.pop("failed") for side in (host, disk, shared, peer)]) + plain.failed,
         corrupt_injected=sum([each.injected for each in damages]),
         corrupt_caught=sum([each.caught for each in damages]),
@@ -271,11 +281,11 @@ async def computed_token_s(config: KvBenchConfig) -> float:
     isl_tokens = ISL_TOKENS[-1]
     async with running(msgspec.structs.replace(config, isl_tokens=isl_tokens)) as engine:
         side, prompts = BenchedEngine(engine), FreshPrompts()
-        times = [(await side.ask(prompts.fresh(isl_tokens)))[0] for _ in range(3)]
+        times = [(await side.ask(prompts.fresh(isl_tokens))).ttft_s for _ in range(3)]
     return statistics.median(times[1:]) / isl_tokens  # the first one warms up
 
 
-async def measure_host(config: KvBenchConfig, plain: BenchedEngine, say: PhaseNotes) -> dict[str, Any]:
+async def measure_host(config: KvBenchConfig, plain: PlainSide, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about host memory."""
     async with running(config, TierSettings(config.host_mib * MIB)) as engine:
         host = BenchedEngine(engine)
@@ -296,10 +306,10 @@ async def measure_host(config: KvBenchConfig, plain: BenchedEngine, say: PhaseNo
         itl = await itl_cost(host, bench.prompts, isl_tokens, rounds)
         [use] = engine.load().tiers
         return {
-            "wrong_tokens": bench.wrong_tokens,
             "failed": host.failed,
             "over_limit_bytes": max(0, host.over_limit_bytes),
             "host_speedup": round(computed_s / hit_s, 2),
+            "host_is_on": use.is_readable and use.is_writable,
             "shared_prefix_loads": shared,
             "slow_tier_regret": round(regret, 3),
             "itl_ratio": round(itl.ratio, 3),
@@ -316,7 +326,7 @@ async def measure_host(config: KvBenchConfig, plain: BenchedEngine, say: PhaseNo
         }
 
 
-async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path, say: PhaseNotes) -> dict[str, Any]:
+async def measure_disk(config: KvBenchConfig, plain: PlainSide, folder: Path, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about an engine with a disk."""
     settings = DiskSettings(str(folder / "engine"), config.disk_mib * MIB)
     async with running(config, TierSettings(disk=settings)) as engine:
@@ -334,7 +344,6 @@ async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path
         await restarted.both([VOCABULARY, *prompts[0][1:]])  # both have computed something
         times = [await restarted.both(prompt) for prompt in prompts]
     return {
-        "wrong_tokens": bench.wrong_tokens + restarted.wrong_tokens,
         "failed": disk.failed + again.failed,
         "disk_speedup": round(computed_s / disk_s, 2),
         "restart_speedup": round(statistics.median([without_s / with_s for with_s, without_s in times]), 2),
@@ -343,16 +352,14 @@ async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path
     }
 
 
-async def measure_other(config: KvBenchConfig, plain: BenchedEngine, folder: Path, say: PhaseNotes) -> dict[str, Any]:
+async def measure_other(config: KvBenchConfig, plain: PlainSide, folder: Path, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about shared storage."""
     place = config.shared or f"dir:{folder / 'shared'}"
     say("prompts that another worker has stored")
-    bench = KvBench(config, plain, plain)
     salt = time.time_ns() % VOCABULARY  # storage that is given may hold the prompts of a run before
-    prompts = [[salt, *bench.fresh_prompt()[1:]] for _ in range(config.rounds)]
-    times = await measure_shared(config, plain, place, prompts)
+    prompts = [[salt, *plain.prompts.fresh(config.isl_tokens)[1:]] for _ in range(config.rounds)]
+    times = await measure_shared(config, plain, place, prompts, plain.judge)
     return {
-        "wrong_tokens": times.wrong_tokens,
         "failed": times.failed,
         "shared_speedup": round(times.speedup, 2),
         "shared_place": config.shared or "dir",
@@ -360,15 +367,14 @@ async def measure_other(config: KvBenchConfig, plain: BenchedEngine, folder: Pat
     }
 
 
-async def measure_peers(config: KvBenchConfig, plain: BenchedEngine, say: PhaseNotes) -> dict[str, Any]:
+async def measure_peers(config: KvBenchConfig, plain: PlainSide, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about prefixes from another worker."""
-    prompts = KvBench(config, plain, plain)
     say("prompts that another process has computed")
-    found = await measure_peer(config, plain, [prompts.fresh_prompt() for _ in range(config.rounds + 1)])
+    prompts = [plain.prompts.fresh(config.isl_tokens) for _ in range(config.rounds + 1)]
+    found = await measure_peer(config, plain, prompts, plain.judge)
     say("scattered blocks over NIXL")
     share = await nixl_read_share(NIXL_PAIRS)
     return {
-        "wrong_tokens": found.wrong_tokens,
         "failed": found.failed,
         "peer_speedup": round(found.computed_s / found.pulled_s, 2),
         "peer_transfer": found.transfer,

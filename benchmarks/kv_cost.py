@@ -47,7 +47,7 @@ async def itl_cost(side: BenchedEngine, prompts: FreshPrompts, isl_tokens: int, 
         streaming = asyncio.create_task(side.ask(prompts.fresh(64), STREAM_TOKENS))
         for _ in range(PROMPTS):
             await side.ask(prompts.fresh(isl_tokens), 1)
-        _, _, came = await streaming
+        came = (await streaming).came_s
         return (came[-1] - came[0]) / (STREAM_TOKENS - 1)
 
     return await compare(side, ask, rounds)

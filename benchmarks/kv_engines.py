@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from benchmarks.engine_steps import SHAPES
+from benchmarks.kv_judge import ROUNDING, TOP, Answer
 from cluster.tiny_model import CHECKPOINT_DIR
 from kvcache.tiers.store import Payload, TierStore
 from kvcache.transfer.backend import open_backend
@@ -75,32 +76,39 @@ class BenchedEngine:
     """One engine, and what was seen of it."""
 
     def __init__(self, engine: StepEngine) -> None:
+        assert engine._info is not None, "start it first"
         self.engine = engine
+        self.dtype = engine._info.layout.dtype
         self.failed = 0
         self.over_limit_bytes = 0
         self.source: PrefixSource | None = None  # of all prompts
         self._asked = 0
 
-    async def ask(self, prompt: Sequence[int], osl_tokens: int = 4) -> tuple[float, list[int], list[float]]:
-        """Return the TTFT, the answer, and when each of its parts came."""
+    async def ask(self, prompt: Sequence[int], osl_tokens: int = 4) -> Answer:
         self._asked += 1
         request = GenerateRequest(
             request_id=RequestId(f"bench-{self._asked}"),
             model="bench",
             prompt=pack_tokens(prompt),
-            sampling=SamplingParams(temperature=0),
+            sampling=SamplingParams(temperature=0, top_logprobs=TOP if self.dtype in ROUNDING else None),
             stop=StopConditions(max_tokens=osl_tokens, ignore_eos=True),
             source=self.source,
         )
-        began, came, tokens = time.perf_counter(), list[float](), list[int]()
+        began, came, tokens, top = (
+            time.perf_counter(),
+            list[float](),
+            list[int](),
+            list[tuple[tuple[int, float], ...]](),
+        )
         delta: Delta | None = None
         async for delta in self.engine.generate(request):
             came.append(time.perf_counter())
             tokens += delta.token_ids
+            top += [logprob.top for logprob in delta.logprobs or ()]
         self.failed += delta is None or len(tokens) != osl_tokens
         for use in self.engine.load().tiers:
             self.over_limit_bytes = max(self.over_limit_bytes, use.used_bytes - use.limit_bytes)
-        return came[0] - began, tokens, came
+        return Answer(came[0] - began, tokens, came, top)
 
     async def rest(self) -> None:
         """Wait until no copy is in progress: the other side is asked next."""

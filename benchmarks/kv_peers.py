@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
+from benchmarks.kv_judge import Judge
 from kvcache.memory import KvRegion
 from kvcache.transfer.backend import choose_backend
 from kvcache.transfer.nixl import NixlBackend, NixlPeer, import_nixl
@@ -43,18 +44,18 @@ class PulledTimes(NamedTuple):
     computed_s: float
     transfer: str
     blocks: int
-    wrong_tokens: int
     failed: int
 
 
 # --- TTFT ----------------------------------------------------------------------------------------------------------
 
 
-async def measure_peer(config: KvBenchConfig, plain: BenchedEngine, prompts: Sequence[list[int]]) -> PulledTimes:
+async def measure_peer(
+    config: KvBenchConfig, plain: BenchedEngine, prompts: Sequence[list[int]], judge: Judge
+) -> PulledTimes:
     """Return the median TTFTs of all prompts but the first, whose pull connects."""
     transfer, plane = choose_backend("auto"), PlaneClient()
     times: list[tuple[float, float]] = []
-    wrong_tokens = 0
     try:
         with process(_hold, config, transfer, prompts) as told:
             address = await asyncio.to_thread(_hear, told)
@@ -62,16 +63,15 @@ async def measure_peer(config: KvBenchConfig, plain: BenchedEngine, prompts: Seq
                 puller = BenchedEngine(engine)
                 puller.source = PrefixSource(worker_id=SOURCE, name=SOURCE, address=address, blocks=1 << 20)
                 for prompt in prompts:
-                    pulled_s, answer, _ = await puller.ask(prompt)
-                    computed_s, expected, _ = await plain.ask(prompt)
-                    times.append((pulled_s, computed_s))
-                    wrong_tokens += sum([one != other for one, other in zip(answer, expected, strict=False)])
+                    pulled, computed = await puller.ask(prompt), await plain.ask(prompt)
+                    times.append((pulled.ttft_s, computed.ttft_s))
+                    judge.compare(pulled, computed)
                 peers = engine._scheduler.peers
                 blocks = 0 if peers is None else peers.counts["pulled_blocks"]
     finally:
         await plane.close()
     medians = [statistics.median([pair[i] for pair in times[1:]]) for i in (0, 1)]
-    return PulledTimes(medians[0], medians[1], transfer, blocks, wrong_tokens, puller.failed)
+    return PulledTimes(medians[0], medians[1], transfer, blocks, puller.failed)
 
 
 def _hold(config: KvBenchConfig, transfer: str, prompts: Sequence[list[int]], told: Connection) -> None:

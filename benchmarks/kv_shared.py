@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.kv_disk import BLOCK_TOKENS, FINGERPRINT, INJECTED, Corruption, blocks_of, bytes_of
 from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
+from benchmarks.kv_judge import Judge
 from benchmarks.kv_restart import fill_and_kill
 from kvcache.tiers.collect import SharedLimits
 from kvcache.tiers.index import TierBlock, TierIndex
@@ -33,7 +34,6 @@ class SharedTimes(NamedTuple):
 
     loaded_s: list[float]
     computed_s: list[float]
-    wrong_tokens: int
     failed: int
 
     @property
@@ -43,7 +43,7 @@ class SharedTimes(NamedTuple):
 
 
 async def measure_shared(
-    config: KvBenchConfig, plain: BenchedEngine, place: str, prompts: Sequence[list[int]]
+    config: KvBenchConfig, plain: BenchedEngine, place: str, prompts: Sequence[list[int]], judge: Judge
 ) -> SharedTimes:
     """Ask a worker that runs already for what a process has stored that was killed then."""
     settings = TierSettings(shared=SharedSettings(place, config.disk_mib * MIB))
@@ -57,19 +57,21 @@ async def measure_shared(
         await engine._shared.refresh()
         if place.startswith("dir:"):
             forget_pages(Path(place.removeprefix("dir:")))
-        return await _ask_both(other, plain, prompts)
+        return await _ask_both(other, plain, prompts, judge)
 
 
-async def _ask_both(other: BenchedEngine, plain: BenchedEngine, prompts: Sequence[list[int]]) -> SharedTimes:
-    loaded_s, computed_s, wrong = list[float](), list[float](), 0
+async def _ask_both(
+    other: BenchedEngine, plain: BenchedEngine, prompts: Sequence[list[int]], judge: Judge
+) -> SharedTimes:
+    loaded_s, computed_s = list[float](), list[float]()
     for prompt in prompts:
-        with_s, answer, _ = await other.ask(prompt)
+        answer = await other.ask(prompt)
         await other.rest()
-        without_s, expected, _ = await plain.ask(prompt)
-        wrong += sum([one != another for one, another in zip(answer, expected, strict=False)])
-        loaded_s.append(with_s)
-        computed_s.append(without_s)
-    return SharedTimes(loaded_s, computed_s, wrong, other.failed)
+        expected = await plain.ask(prompt)
+        judge.compare(answer, expected)
+        loaded_s.append(answer.ttft_s)
+        computed_s.append(expected.ttft_s)
+    return SharedTimes(loaded_s, computed_s, other.failed)
 
 
 def forget_pages(folder: Path) -> None:
