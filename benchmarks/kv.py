@@ -28,7 +28,7 @@ from benchmarks.kv_cost import itl_cost, one_shot_cost
 from benchmarks.kv_disk import corrupt, measure_shares
 from benchmarks.kv_engines import VOCABULARY, BenchedEngine, FreshPrompts, KvBenchConfig, ThrottledStore, running
 from benchmarks.kv_judge import Answer, Judge
-from benchmarks.kv_pace import ISL_TOKENS, is_paced, paced, sized
+from benchmarks.kv_pace import TRIED_ISL_TOKENS, cost_isl_tokens, is_paced, paced, sized
 from benchmarks.kv_peers import measure_peer, nixl_read_share
 from benchmarks.kv_restart import fill_and_kill
 from benchmarks.kv_shared import corrupt_shared, measure_shared
@@ -41,8 +41,9 @@ from workers.tiers import MIB, TierSettings
 EQUAL_PROMPTS = 16  # at once
 CIRCLE = 4  # prompts that are asked for in turn; the device holds two of them and a half
 SLOWER = 3.0  # a throttled load takes so many times as long as computing
+LEAST_PROMPTS = 3  # that another process has left or holds
 COST_ROUNDS = 3  # of what costs little to measure and differs much, in each round
-SHARE_MIB, SHARE_ROUNDS = 256, 12  # that a disk reads and writes, and how often
+SHARE_MIB, SHARE_ROUNDS = 64, 40  # that a disk reads and writes in turn with dd, and how often
 NIXL_PAIRS = 128  # of our read and a bare one
 
 
@@ -182,15 +183,18 @@ class KvBench:
             self._expected[key] = await self.plain.ask(prompt)
         return self._expected[key]
 
-    async def speedup(self) -> tuple[float, float]:
-        """Return the median TTFTs of prompts that were evicted: from the tier, and computed."""
-        times = await self._circle()
-        return statistics.median([pair[0] for pair in times]), statistics.median([pair[1] for pair in times])
+    async def speedup(self, times: int = 2) -> tuple[float, float]:
+        """Return the median TTFTs of prompts that were evicted: from the tier, and computed.
 
-    async def _circle(self) -> list[tuple[float, float]]:
-        """Return the TTFTs of prompts that are asked for in a circle, after a tier has them and knows its speed."""
+        `times`: how often a prompt is asked for before the tier has it and knows its speed.
+        """
+        pairs = await self._circle(times)
+        return statistics.median([pair[0] for pair in pairs]), statistics.median([pair[1] for pair in pairs])
+
+    async def _circle(self, times: int) -> list[tuple[float, float]]:
+        """Return the TTFTs of prompts that are asked for in a circle, after so `times` in which a tier gets them."""
         prompts = [self.fresh_prompt() for _ in range(CIRCLE)]
-        for prompt in prompts * 3:  # a disk has a prompt when it was asked for twice
+        for prompt in prompts * times:
             await self.tiered_alone(prompt)
         return [await self.both(prompts[number % CIRCLE]) for number in range(self.config.rounds * CIRCLE)]
 
@@ -212,7 +216,7 @@ class KvBench:
     async def regret(self, computed_s: float, store: ThrottledStore) -> float:
         """Return TTFT / that of computing, where loads take SLOWER times as long as computing."""
         store.block_s = SLOWER * computed_s / (self.config.isl_tokens / self.tiered.engine._scheduler.pool.block_size)
-        times = await self._circle()
+        times = await self._circle(2)
         store.block_s = 0.0
         return statistics.median([with_s / without_s for with_s, without_s in times])
 
@@ -277,8 +281,8 @@ async def measure(config: KvBenchConfig, say: PhaseNotes) -> KvBenchReport:
 
 
 async def computed_token_s(config: KvBenchConfig) -> float:
-    """Return how long one token of a prompt takes here, by the shortest prompt that may be chosen."""
-    isl_tokens = ISL_TOKENS[-1]
+    """Return how long one token of a prompt takes here."""
+    isl_tokens = TRIED_ISL_TOKENS
     async with running(msgspec.structs.replace(config, isl_tokens=isl_tokens)) as engine:
         side, prompts = BenchedEngine(engine), FreshPrompts()
         times = [(await side.ask(prompts.fresh(isl_tokens))).ttft_s for _ in range(3)]
@@ -300,7 +304,8 @@ async def measure_host(config: KvBenchConfig, plain: PlainSide, say: PhaseNotes)
         say("a throttled tier")
         regret = await bench.regret(computed_s, throttled)
         say("prompts that never come again")
-        isl_tokens, rounds = config.isl_tokens // 2, COST_ROUNDS * config.rounds
+        isl_tokens = cost_isl_tokens(config.isl_tokens, computed_s / config.isl_tokens)
+        rounds = COST_ROUNDS * config.rounds
         one_shot = await one_shot_cost(host, bench.prompts, isl_tokens, rounds)
         say("a stream beside prompts that never come again")
         itl = await itl_cost(host, bench.prompts, isl_tokens, rounds)
@@ -333,9 +338,9 @@ async def measure_disk(config: KvBenchConfig, plain: PlainSide, folder: Path, sa
         disk = BenchedEngine(engine)
         bench = KvBench(config, disk, plain)
         say("prompts that come back from the disk")
-        disk_s, computed_s = await bench.speedup()
+        disk_s, computed_s = await bench.speedup(times=3)  # it has a prompt when it was asked for twice
     settings = DiskSettings(str(folder / "killed"), config.disk_mib * MIB)
-    prompts = [bench.fresh_prompt() for _ in range(config.rounds)]
+    prompts = [bench.fresh_prompt() for _ in range(max(LEAST_PROMPTS, config.rounds))]
     say("prompts that a killed process has left")
     await asyncio.to_thread(fill_and_kill, config, TierSettings(disk=settings), prompts)
     async with running(config, TierSettings(disk=settings)) as engine:
@@ -357,7 +362,7 @@ async def measure_other(config: KvBenchConfig, plain: PlainSide, folder: Path, s
     place = config.shared or f"dir:{folder / 'shared'}"
     say("prompts that another worker has stored")
     salt = time.time_ns() % VOCABULARY  # storage that is given may hold the prompts of a run before
-    prompts = [[salt, *plain.prompts.fresh(config.isl_tokens)[1:]] for _ in range(config.rounds)]
+    prompts = [[salt, *plain.prompts.fresh(config.isl_tokens)[1:]] for _ in range(max(LEAST_PROMPTS, config.rounds))]
     times = await measure_shared(config, plain, place, prompts, plain.judge)
     return {
         "failed": times.failed,
@@ -370,7 +375,7 @@ async def measure_other(config: KvBenchConfig, plain: PlainSide, folder: Path, s
 async def measure_peers(config: KvBenchConfig, plain: PlainSide, say: PhaseNotes) -> dict[str, Any]:
     """Return the fields of the report that are about prefixes from another worker."""
     say("prompts that another process has computed")
-    prompts = [plain.prompts.fresh(config.isl_tokens) for _ in range(config.rounds + 1)]
+    prompts = [plain.prompts.fresh(config.isl_tokens) for _ in range(max(LEAST_PROMPTS, config.rounds) + 1)]
     found = await measure_peer(config, plain, prompts, plain.judge)
     say("scattered blocks over NIXL")
     share = await nixl_read_share(NIXL_PAIRS)

@@ -5,12 +5,14 @@ import msgspec
 from benchmarks.kv_engines import KvBenchConfig
 from protocol.errors import ConfigError
 
-ISL_TOKENS = (1024, 512, 256)
+ISL_TOKENS = (1024, 512)
+TRIED_ISL_TOKENS = 256  # of a prompt that tells how fast this machine computes
 LEAST_ISL_TOKENS = 64
 PROMPT_S = 1.6  # that a prompt may take, unless the settings say how long it is
-MOST_ROUNDS, LEAST_ROUNDS = 8, 2
+MOST_ROUNDS, LEAST_ROUNDS = 8, 1
 ROUNDS_S = 240.0  # for what all rounds compute
 ROUND_PROMPTS = 60  # that a round computes: of full length, all comparisons together
+COST_PROMPT_S = 0.3  # that a prompt may take of which many are asked for, to see small differences
 SPARE = 1.5  # times the space that prompts need is given to a tier that has to hold them
 
 
@@ -40,3 +42,9 @@ def sized(config: KvBenchConfig, prompt_bytes: int) -> KvBenchConfig:
     return msgspec.structs.replace(
         config, host_mib=max(config.host_mib, least_mib), disk_mib=max(config.disk_mib, least_mib)
     )
+
+
+def cost_isl_tokens(isl_tokens: int, token_s: float) -> int:
+    """Return how long prompts are of which many are asked for: at most half as long as others."""
+    quick = int(COST_PROMPT_S / token_s) if token_s else isl_tokens
+    return max(LEAST_ISL_TOKENS, min(isl_tokens // 2, quick))

@@ -275,7 +275,7 @@ class TierCopies:
         if loading.given_up:
             is_late = loading.outcome != "cancelled"
             waited_s = {load.planned.tier: time.monotonic() - loading.started_s} if is_late else {}
-            self.stack.load_ended(load.planned, 0, waited_s)
+            self.stack.load_ended(load.planned, 0, waited_s, copied=loading.arrived)
             self._scheduler.pull_let_go(load)
         else:
             if loading.error:

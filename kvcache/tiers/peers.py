@@ -66,17 +66,21 @@ class PeerPrefixes:
     ) -> None:
         """Take that the first `arrived` blocks of a planned pull have come.
 
-        Of a pull that was late and brought nothing, all blocks count as if they had come now: it was slow. The first
-        pull from a peer connects, so its time says nothing about the next one.
+        A pull that was late counts as if it had gone on at its pace. The first pull from a peer connects, so its time
+        says nothing about the next one.
         """
         self.rates.backlog_bytes -= planned * self.rates.block_bytes
         self.counts["pulled_blocks"] += arrived
         is_first = peer not in self._met and not is_late
         if arrived and len(self._met) < MOST_PEERS:
             self._met[peer] = None
-        if (blocks := arrived or planned * is_late) and not is_first:
-            self.rates.line.note(blocks * self.rates.block_bytes, took_s)
-            self._measured_s = now
+        if is_late:
+            self.rates.note_late(planned, arrived, took_s)
+        elif arrived and not is_first:
+            self.rates.line.note(arrived * self.rates.block_bytes, took_s)
+        else:
+            return
+        self._measured_s = now
 
     def limit_s(self, blocks: int, timeout_s: float) -> float:
         """Return after how long a pull of so many blocks is late."""

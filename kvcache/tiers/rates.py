@@ -28,6 +28,11 @@ class LiveLine:
         self._square = self._square * FADE + size * size
         self._product = self._product * FADE + size * took_s
 
+    def doubt(self) -> None:
+        """Let what was seen so far count half: something took much longer than that said."""
+        for name in ("_weight", "_size", "_took", "_square", "_product"):
+            setattr(self, name, getattr(self, name) / 2)
+
     @property
     def mean(self) -> float:
         """Return the mean seconds for each unit of size, with the latency."""
@@ -66,6 +71,16 @@ class TierRates:
     @property
     def block_s(self) -> float:
         return self.line.slope * self.block_bytes
+
+    def note_late(self, planned: int, arrived: int, took_s: float) -> None:
+        """Take that a load of `planned` blocks was stopped, because the first `arrived` had taken so long.
+
+        It counts as if it had gone on at its pace. If only what has come counted, a slow part beside fast loads that
+        were larger would look like a latency, and the next load would be tried again.
+        """
+        self.line.doubt()
+        pace = planned / arrived if arrived else 1.0
+        self.line.note(planned * self.block_bytes, pace * took_s)
 
     def load_s(self, blocks: int) -> float:
         """Return in how many seconds so many blocks are here, if they are asked for now."""

@@ -203,12 +203,18 @@ class TierStack:
                     level.counts["dropped_salted"] += 1
 
     def load_ended(
-        self, load: PlannedLoad, arrived: int, took_s: Mapping[Tier, float], *, is_broken: bool = False
+        self,
+        load: PlannedLoad,
+        arrived: int,
+        took_s: Mapping[Tier, float],
+        *,
+        copied: int | None = None,
+        is_broken: bool = False,
     ) -> None:
         """Take that the first `arrived` blocks of a load have come. `is_broken`: the next one cannot be read.
 
-        `took_s`: the time of the copies from each tier. Of a load that was late and brought nothing, all blocks count
-        as if they had come now: it was slow.
+        `took_s`: the time of the copies from each tier. `copied`: the blocks that took it, if some of them came too
+        late. A load that was late counts as if it had gone on at its pace.
         """
         for number, (level, block) in enumerate(load.pieces):
             level.rates.backlog_bytes -= level.rates.block_bytes
@@ -216,13 +222,22 @@ class TierStack:
             if number < arrived:
                 level.counts["loaded"] += 1
                 level.index.touch(block.name)
-        for level, blocks in load.parts(arrived or (0 if is_broken else len(load.pieces))):
-            if seconds := took_s.get(level.tier):
-                level.rates.line.note(blocks * level.rates.block_bytes, seconds)
+        self._note_rates(load, arrived if copied is None else copied, took_s, is_broken=is_broken)
         if is_broken and arrived < len(load.pieces):
             level, block = load.pieces[arrived]
             level.counts["unreadable"] += 1
             level.index.drop(block)
+
+    def _note_rates(self, load: PlannedLoad, copied: int, took_s: Mapping[Tier, float], *, is_broken: bool) -> None:
+        came = {level.tier: blocks for level, blocks in load.parts(copied)}
+        for level, planned in load.parts(len(load.pieces)):
+            seconds, blocks = took_s.get(level.tier, 0.0), came.get(level.tier, 0)
+            if not seconds:
+                continue
+            if blocks < planned and not is_broken:
+                level.rates.note_late(planned, blocks, seconds)
+            elif blocks:
+                level.rates.line.note(blocks * level.rates.block_bytes, seconds)
 
     def _expected_s(self, pieces: Sequence[LoadPiece]) -> float:
         counted = Counter(piece.level.tier for piece in pieces)

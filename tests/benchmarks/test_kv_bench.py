@@ -32,6 +32,7 @@ def test_both_sides_answer_alike_and_prompts_come_back(capsys: pytest.CaptureFix
     assert report.corrupt_caught == report.corrupt_injected > 100
     assert report.corrupt_served == 0
     assert report.index_equal
+    assert report.host_is_on
 
 
 @pytest.mark.long

@@ -95,3 +95,21 @@ def test_steps_that_seem_to_cost_nothing_count_by_their_mean() -> None:
     compute.note_step(450, 0, 0.06)
     assert compute.line.slope == 0
     assert compute.token_s == pytest.approx((0.05 * 0.9 + 0.06) / (512 * 0.9 + 450))
+
+
+def test_loads_stopped_because_they_are_late_are_refused_after_two() -> None:
+    """Two of fifteen blocks took longer than computing six: one stall is forgiven, a slow tier is left alone."""
+    rates, compute = TierRates(1000), ComputeRate()
+    compute.line.note(256, 0.76)
+    for _ in range(20):
+        rates.line.note(15 * 1000, 0.02)
+    rates.note_late(15, 2, 0.28)
+    assert blocks_to_load([(rates, 15)], compute, 16, 0) == 15
+    rates.note_late(15, 2, 0.28)
+    assert blocks_to_load([(rates, 15)], compute, 16, 0) == 0
+
+
+def test_a_late_load_that_brought_nothing_counts_as_if_all_had_come() -> None:
+    rates = TierRates(1000)
+    rates.note_late(10, 0, 0.5)
+    assert rates.load_s(10) == pytest.approx(0.5)
