@@ -92,7 +92,7 @@ class StepBatch:
     write_blocks: Tensor  # [T]
     write_offsets: Tensor  # [T], position in the block
     begun_blocks: Tensor | None  # [N], to clear first; None where there are none
-    told_tokens: Tensor  # [S + P], the plan's last_tokens and then its scored_tokens
+    told_tokens: Tensor | None  # [S + P], the plan's last_tokens and then its scored_tokens; None: all T, in order
     spans: list[PrefillSpan]
     groups: list[DecodeGroup]
     paged: PagedRows | None = None
@@ -238,13 +238,14 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype, paged_below: int 
     keys and values where they lie; 0: none.
     """
     offsets = plan.positions % kv.layout.block_size
+    told = np.concatenate((plan.last_tokens, plan.scored_tokens)) if plan.scored_rows else plan.last_tokens
     tokens = (
         plan.token_ids,
         plan.positions,
         plan.write_blocks,
         offsets,
         plan.begun_blocks,
-        np.concatenate((plan.last_tokens, plan.scored_tokens)) if plan.scored_rows else plan.last_tokens,
+        told,
     )
     spans = [span for span in plan.spans if span.last - span.first >= paged_below]
     groups = [] if paged_below else plan.groups
@@ -258,7 +259,7 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype, paged_below: int 
         write_blocks=write_blocks,
         write_offsets=write_offsets,
         begun_blocks=begun_blocks if len(plan.begun_blocks) else None,
-        told_tokens=told_tokens,
+        told_tokens=None if np.array_equal(told, np.arange(len(plan.token_ids))) else told_tokens,
         spans=[_prefill_span(span, next(moved), kv, dtype) for span in spans],
         groups=[_decode_group(group, next(moved), next(moved), kv, dtype) for group in groups],
         paged=_paged_rows(plan, paged_below) if paged_below else None,

@@ -71,7 +71,7 @@ def batch_of(rows: Tensor, kv: PagedKv, dtype: torch.dtype) -> StepBatch:
         write_blocks=write_blocks,
         write_offsets=positions % kv.layout.block_size,
         begun_blocks=None,
-        told_tokens=torch.arange(len(rows), device=rows.device),
+        told_tokens=None,
         spans=[],
         groups=[DecodeGroup(0, len(rows), kv.gather_index(table), num_keys, mask)],
     )

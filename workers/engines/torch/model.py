@@ -25,19 +25,22 @@ class Transformer:
         self._rope = rope_table(config).to(weights.embed.device, weights.embed.dtype)
 
     def forward(self, batch: StepBatch, kv: PagedKv) -> Tensor:
-        """Compute the batch, write its keys and values to `kv`; what it knows at `told_tokens`: [S + P, hidden]."""
-        eps = self._config.rms_norm_eps
+        """Compute the batch, write its keys and values to `kv`; what it knows at `told_tokens`: [S + P, hidden].
+
+        After the keys and values of the last layer are written, only these tokens are computed.
+        """
         if batch.begun_blocks is not None:
             kv.clear(batch.begun_blocks)
         x = F.embedding(batch.token_ids, self._weights.embed)
         cos, sin = self._rope[batch.positions].unbind(1)  # unused by kernels
-        more = None
+        more, told = None, batch.told_tokens
         for index, layer in enumerate(self._weights.layers):
-            more = self._attention(index, layer, self._add_and_norm(x, more, layer.input_norm), cos, sin, batch, kv)
-            more = self._mlp(layer, self._add_and_norm(x, more, layer.post_norm))
-        if more is not None:
-            x += more
-        return F.rms_norm(x[batch.told_tokens], self._weights.norm.shape, self._weights.norm, eps)
+            mixed = self._attention(index, layer, self._add_and_norm(x, more, layer.input_norm), cos, sin, batch, kv)
+            if told is not None and index + 1 == len(self._weights.layers):
+                x, mixed = x[told], mixed[told]
+            attended = self._project(mixed, layer.o)
+            more = self._mlp(layer, self._add_and_norm(x, attended, layer.post_norm))
+        return self._add_and_norm(x, more, self._weights.norm)
 
     def _add_and_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
         """Add `more` to `x` in place; return it normed."""
@@ -66,13 +69,13 @@ class Transformer:
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, kv: PagedKv
     ) -> Tensor:
-        """Compute one layer's attention. x: [T, hidden]; cos, sin: [T, 1, head_dim]; returns [T, hidden]."""
+        """Compute what one layer's heads see. x: [T, hidden]; cos, sin: [T, 1, head_dim]; returns [T, heads * dim]."""
         config = self._config
         num_kv, head_dim = config.num_kv_heads, config.head_dim
         projected = self._project(x, layer.qkv)
         if self.kernels is not None:
             self.kernels.prepare(index, projected, self._rope, layer.qk_norm, config.rms_norm_eps, batch, kv)
-            return self._project(self._attend_in_place(index, projected, batch, kv), layer.o)
+            return self._attend_in_place(index, projected, batch, kv)
         qkv = projected.view(len(x), -1, head_dim)
         qk = qkv[:, : config.num_heads + num_kv]
         normed = qk
@@ -90,7 +93,7 @@ class Transformer:
             _attend_span(index, span, q, new_kv, kv, into=mixed)
         for group in batch.groups:
             _attend_group(index, group, q, kv, into=mixed)
-        return self._project(mixed.view(len(x), -1), layer.o)
+        return mixed.view(len(x), -1)
 
     def _attend_in_place(self, index: int, projected: Tensor, batch: StepBatch, kv: PagedKv) -> Tensor:
         """Let the kernels attend, and torch for rows with many new tokens: [T, width] -> [T, num_heads * head_dim]."""
