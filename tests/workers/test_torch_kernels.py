@@ -164,6 +164,37 @@ def test_projections_of_packed_tokens_equal_those_of_torch(dtype: str, depth: in
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [2, 3, 4, 5, 6, 7, 8, 9, 16, 23, 32])
+def test_projections_of_woven_tokens_equal_those_of_torch(dtype: str, num_tokens: int) -> None:
+    torch_dtype, atol = DTYPES[dtype]
+    weight, x = torch.randn(100, 224).to(torch_dtype), torch.randn(num_tokens, 224).to(torch_dtype)
+    bias = torch.randn(100).to(torch_dtype)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    for found in all_kernels(CONFIG, CPU, torch_dtype):
+        error = (found.linear(x, Projection((weight,), (bias,))).double() - expected).abs().max()
+        assert error < atol * expected.abs().max(), found.name
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("told", ["some", "none"])
+def test_tokens_that_nobody_asks_for_change_nothing(dtype: str, step: str, told: str) -> None:
+    config, (torch_dtype, atol) = SHAPES["two layers"], DTYPES[dtype]
+    weights = random_weights(config, CPU, torch_dtype)
+    rows = rows_of(STEPS[step], 16)
+    fewer = [replace(row, sample=told == "some" and number % 2 == 0) for number, row in enumerate(rows)]
+    sampled = plan_step(rows, 16).sampled_rows
+    for using in (None, *all_kernels(config, CPU, torch_dtype)):
+        all_states, all_written = states(config, weights, rows, filled_cache(config, rows, dtype, 16, 0.0), using)
+        some, written = states(config, weights, fewer, filled_cache(config, rows, dtype, 16, 0.0), using)
+        assert torch.equal(written, all_written)
+        expected = all_states[[place for place, row in enumerate(sampled) if fewer[row].sample]]
+        torch.testing.assert_close(some, expected, rtol=atol, atol=atol * all_states.abs().max().item())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gate_equals_silu_times_up_at_any_size(dtype: str) -> None:
     torch_dtype, atol = DTYPES[dtype]
     both = (8 * torch.randn(20, 2 * 83)).to(torch_dtype)

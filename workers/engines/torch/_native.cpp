@@ -31,6 +31,10 @@ struct Kernels {
     void (*norm_f32)(const Norm&, i64, i64);
     void (*norm_bf16)(const Norm&, i64, i64);
     void (*pack)(const Linear&, i64, void*);  // a token of bf16
+    bool (*is_woven_f32)(const Linear&);
+    bool (*is_woven_bf16)(const Linear&);
+    void (*weave_f32)(const Linear&, void*);
+    void (*weave_bf16)(const Linear&, void*);
     i64 packed_tokens;                        // a product of so many packs them
     std::size_t packed_bytes;                 // of an item
     void (*gate_f32)(const Gate&, i64, i64);
@@ -64,7 +68,7 @@ struct Kernels {
 /// that two vectors of a row take one load, a shift and a mask.
 #define KVMESH_UNPACKED                                                                                          \
     constexpr bool UNPACKED = true;                                                                              \
-    template <int NR, int MR>                                                                                    \
+    template <int NR, int MR, int ALONG = 1>                                                                     \
     inline i64 multiply(const bf16* weight, i64 weight_stride, const float* x, i64 x_stride, i64 depth,          \
                         vf (&sums)[NR][MR]) {                                                                    \
         const vu upper = vu{} + 0xffff0000u;                                                                     \
@@ -73,26 +77,58 @@ struct Kernels {
             vf rows[NR];                                                                                         \
             for (int n = 0; n < NR; n++) rows[n] = (vf)(load_pairs(weight + n * weight_stride + k) << 16);       \
             for (int m = 0; m < MR; m++) {                                                                       \
-                const vf token = load(x + m * x_stride + k);                                                     \
+                const vf token = load(x + m * x_stride + k * ALONG);                                                  \
                 for (int n = 0; n < NR; n++) sums[n][m] += rows[n] * token;                                      \
             }                                                                                                    \
             for (int n = 0; n < NR; n++) rows[n] = (vf)(load_pairs(weight + n * weight_stride + k) & upper);     \
             for (int m = 0; m < MR; m++) {                                                                       \
-                const vf token = load(x + m * x_stride + k + LANES);                                             \
+                const vf token = load(x + m * x_stride + k * ALONG + LANES);                                          \
                 for (int n = 0; n < NR; n++) sums[n][m] += rows[n] * token;                                      \
             }                                                                                                    \
         }                                                                                                        \
         return k;                                                                                                \
     }
 
+/// The sums of COUNT vectors, one after another.
+#define KVMESH_SUMS_ONE_BY_ONE                                                          \
+    template <int COUNT>                                                                \
+    inline void sums_of(const vf* vectors, float* to) {                                 \
+        for (int i = 0; i < COUNT; i++) to[i] = sum_of(vectors[i]);                     \
+    }
+
+/// The same, 16 at a time: their halves are added until a vector holds the 16 sums. `to` has room for COUNT rounded up.
+#define KVMESH_SUMS_OF_16                                                                                          \
+    inline __m512 sums_of_4(const vf* v, int count) {                                                              \
+        const __m512 none = _mm512_setzero_ps();                                                                   \
+        const __m512 a = (__m512)v[0], b = count > 1 ? (__m512)v[1] : none, c = count > 2 ? (__m512)v[2] : none,   \
+                     d = count > 3 ? (__m512)v[3] : none;                                                          \
+        const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));    \
+        const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));    \
+        return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),                                         \
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));                                        \
+    }                                                                                                              \
+    inline __m512 lanes_added(__m512 a, __m512 b) {                                                                \
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));                  \
+    }                                                                                                              \
+    template <int COUNT>                                                                                           \
+    inline void sums_of(const vf* vectors, float* to) {                                                            \
+        constexpr int SOME = COUNT < 16 ? COUNT : 16;                                                              \
+        const __m512 none = _mm512_setzero_ps();                                                                   \
+        const __m512 a = sums_of_4(vectors, SOME), b = SOME > 4 ? sums_of_4(vectors + 4, SOME - 4) : none;         \
+        const __m512 c = SOME > 8 ? sums_of_4(vectors + 8, SOME - 8) : none;                                       \
+        const __m512 d = SOME > 12 ? sums_of_4(vectors + 12, SOME - 12) : none;                                    \
+        store((vf)lanes_added(lanes_added(a, b), lanes_added(c, d)), to);                                          \
+        if constexpr (COUNT > 16) sums_of<COUNT - 16>(vectors + 16, to + 16);                                      \
+    }
+
 #define KVMESH_MULTIPLY(T)                                                                              \
-    template <int NR, int MR>                                                                           \
+    template <int NR, int MR, int ALONG = 1>                                                            \
     inline i64 multiply(const T* weight, i64 weight_stride, const T* x, i64 x_stride, i64 depth,        \
                         vf (&sums)[NR][MR]) {                                                           \
         i64 k = 0;                                                                                      \
         for (; k + LANES <= depth; k += LANES) {                                                        \
             vf tokens[MR];                                                                              \
-            for (int m = 0; m < MR; m++) tokens[m] = load(x + m * x_stride + k);                        \
+            for (int m = 0; m < MR; m++) tokens[m] = load(x + m * x_stride + k * ALONG);                \
             for (int n = 0; n < NR; n++) {                                                              \
                 const vf row = load(weight + n * weight_stride + k);                                    \
                 for (int m = 0; m < MR; m++) sums[n][m] += row * tokens[m];                             \
@@ -106,6 +142,8 @@ constexpr const char* NAME = "any";
 constexpr int ROWS = 3;
 constexpr bool FETCHES = false;
 constexpr int MIXED = 1;
+constexpr bool WEAVES = false;
+constexpr i64 BF16_ITEMS = 8;
 constexpr i64 PACKED_TOKENS = 16;
 KVMESH_VECTORS(16)
 inline float sum_of(vf v) { return (v[0] + v[1]) + (v[2] + v[3]); }
@@ -114,6 +152,7 @@ inline float highest_of(vf v) {
     for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 }
+KVMESH_SUMS_ONE_BY_ONE
 KVMESH_MULTIPLY(float)
 KVMESH_UNPACKED
 #include "native/kernels.h"
@@ -128,6 +167,8 @@ constexpr const char* NAME = "avx2";
 constexpr int ROWS = 3;
 constexpr bool FETCHES = false;
 constexpr int MIXED = 1;
+constexpr bool WEAVES = false;
+constexpr i64 BF16_ITEMS = 16;
 constexpr i64 PACKED_TOKENS = 16;
 KVMESH_VECTORS(32)
 inline float sum_of(vf v) {
@@ -140,6 +181,7 @@ inline float highest_of(vf v) {
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
+KVMESH_SUMS_ONE_BY_ONE
 KVMESH_MULTIPLY(float)
 KVMESH_UNPACKED
 #include "native/kernels.h"
@@ -153,10 +195,13 @@ constexpr const char* NAME = "avx512";
 constexpr int ROWS = 6;
 constexpr bool FETCHES = true;
 constexpr int MIXED = 4;
+constexpr bool WEAVES = true;
+constexpr i64 BF16_ITEMS = 16;
 constexpr i64 PACKED_TOKENS = NEVER;
 KVMESH_VECTORS(64)
 inline float sum_of(vf v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float highest_of(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+KVMESH_SUMS_OF_16
 KVMESH_MULTIPLY(float)
 KVMESH_MULTIPLY(bf16)
 constexpr bool UNPACKED = false;
@@ -171,18 +216,21 @@ constexpr const char* NAME = "avx512_bf16";
 constexpr int ROWS = 6;
 constexpr bool FETCHES = true;
 constexpr int MIXED = 4;
+constexpr bool WEAVES = true;
+constexpr i64 BF16_ITEMS = 32;
 constexpr i64 PACKED_TOKENS = NEVER;
 KVMESH_VECTORS(64)
 inline float sum_of(vf v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float highest_of(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+KVMESH_SUMS_OF_16
 KVMESH_MULTIPLY(float)
 constexpr bool UNPACKED = false;
-template <int NR, int MR>
+template <int NR, int MR, int ALONG = 1>
 inline i64 multiply(const bf16* weight, i64 weight_stride, const bf16* x, i64 x_stride, i64 depth, vf (&sums)[NR][MR]) {
     i64 k = 0;
     for (; k + 2 * LANES <= depth; k += 2 * LANES) {
         __m512bh tokens[MR];
-        for (int m = 0; m < MR; m++) tokens[m] = (__m512bh)_mm512_loadu_si512(x + m * x_stride + k);
+        for (int m = 0; m < MR; m++) tokens[m] = (__m512bh)_mm512_loadu_si512(x + m * x_stride + k * ALONG);
         for (int n = 0; n < NR; n++) {
             const __m512bh row = (__m512bh)_mm512_loadu_si512(weight + n * weight_stride + k);
             for (int m = 0; m < MR; m++) sums[n][m] = (vf)_mm512_dpbf16_ps((__m512)sums[n][m], row, tokens[m]);
@@ -302,13 +350,22 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     auto run = v[2] ? kernels->linear_bf16 : kernels->linear_f32;
     void* packed = nullptr;
+    const bool woven = (v[2] ? kernels->is_woven_bf16 : kernels->is_woven_f32)(job);
     const bool in_blocks = job.tokens >= kernels->packed_tokens && job.depth >= PACKED_DEPTH;
     if (v[2] && (in_blocks || kernels->packed_bytes != sizeof(bf16))) {
         packed = std::malloc(kernels->packed_bytes * static_cast<std::size_t>(job.tokens * job.depth));
         if (!packed) return PyErr_NoMemory();
     }
+    if (woven) {
+        const std::size_t bytes = static_cast<std::size_t>(job.tokens * job.depth) * (v[2] ? 2 : 4);
+        packed = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+        if (!packed) return PyErr_NoMemory();
+    }
     Py_BEGIN_ALLOW_THREADS;
-    if (packed) {
+    if (woven) {
+        (v[2] ? kernels->weave_bf16 : kernels->weave_f32)(job, packed);
+        job.x = packed;
+    } else if (packed) {
         share(job.tokens, job.tokens < TOKENS_AT_ONCE ? 1 : v[1], [&](i64 token) { kernels->pack(job, token, packed); });
         job.x = packed, job.x_stride = job.depth;
     }

@@ -82,27 +82,43 @@ inline void fetch_ahead(const T* from, i64 count) {
     for (i64 i = 0; i < count; i += LINE) __builtin_prefetch(from + i, 0, 2);
 }
 
-constexpr i64 FETCHED = 4 * LANES;  // items of a row at a time
+/// Items of a row at a time. With 5 to 7 tokens of 3,072 items, twice as many take 1.7 times as long, with 8 a tenth less.
+constexpr i64 fetched(int tokens) { return (tokens > 4 && tokens < 8 ? 2 : 4) * LANES; }
+
+/// Rows that come from memory during a product. Several products share them: each fetches every `every`-th part, from
+/// its own on.
+template <class T>
+struct Ahead {
+    const T* rows = nullptr;  // null: none
+    i64 part = 0, every = 1;
+};
 
 /// NR rows of a weight with MR tokens: every item of the weight is read once, and in its own order. Meanwhile as many rows
-/// of `next` come from memory; null: there are none.
-template <int NR, int MR, class T>
+/// come from memory.
+template <int NR, int MR, int ALONG = 1, class T>
 inline void product(const T* weight, i64 weight_stride, const typename TokensOf<T>::item* x, i64 x_stride, i64 depth,
-                    const T* bias, T* out, i64 out_stride, const T* next) {
+                    const T* bias, T* out, i64 out_stride, Ahead<T> ahead) {
     vf sums[NR][MR];
     for (int n = 0; n < NR; n++)
         for (int m = 0; m < MR; m++) sums[n][m] = vf{};
+    constexpr i64 FETCHED = fetched(MR);
     i64 k = 0;
-    if (next) {
+    if (ahead.rows) {
+        i64 wait = ahead.part;
         for (; k + FETCHED <= depth; k += FETCHED) {
-            for (int n = 0; n < NR; n++) fetch_ahead(next + n * weight_stride + k, FETCHED);
-            multiply<NR, MR>(weight + k, weight_stride, x + k, x_stride, FETCHED, sums);
+            if (--wait < 0) {
+                for (int n = 0; n < NR; n++) fetch_ahead(ahead.rows + n * weight_stride + k, FETCHED);
+                wait = ahead.every - 1;
+            }
+            multiply<NR, MR, ALONG>(weight + k, weight_stride, x + k * ALONG, x_stride, FETCHED, sums);
         }
     }
-    k += multiply<NR, MR>(weight + k, weight_stride, x + k, x_stride, depth - k, sums);
+    k += multiply<NR, MR, ALONG>(weight + k, weight_stride, x + k * ALONG, x_stride, depth - k, sums);
+    alignas(64) float totals[NR * MR + 16];
+    sums_of<NR * MR>(&sums[0][0], totals);
     for (int n = 0; n < NR; n++) {
         for (int m = 0; m < MR; m++) {
-            float total = sum_of(sums[n][m]);
+            float total = totals[n * MR + m];
             for (i64 tail = k; tail < depth; tail++)
                 total += widen(weight[n * weight_stride + tail]) * widen(x[m * x_stride + tail]);
             narrow(bias ? total + widen(bias[n]) : total, out + m * out_stride + n);
@@ -116,13 +132,13 @@ inline void rows_product(const Linear& l, i64 m, const T* weight, const T* next,
     const auto* x = static_cast<const typename TokensOf<T>::item*>(l.x);
     for (; m + 4 <= l.tokens; m += 4)
         product<NR, 4>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
-                       l.out_stride, next), next = nullptr;
+                       l.out_stride, Ahead<T>{next}), next = nullptr;
     for (; m + 2 <= l.tokens; m += 2)
         product<NR, 2>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
-                       l.out_stride, next), next = nullptr;
+                       l.out_stride, Ahead<T>{next}), next = nullptr;
     for (; m < l.tokens; m++)
         product<NR, 1>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
-                       l.out_stride, next), next = nullptr;
+                       l.out_stride, Ahead<T>{next}), next = nullptr;
 }
 
 constexpr i64 TOKENS_TOGETHER = 1024 / static_cast<i64>(sizeof(vf)) / 4 * 4;  // whose sums stay in the first cache
@@ -142,8 +158,9 @@ inline i64 span_of(i64 tokens) {
     return ITEMS_TOGETHER / (tokens < LEAST_TOKENS ? LEAST_TOKENS : tokens) / (4 * LANES) * (4 * LANES);
 }
 
-inline void copy_items(const bf16* from, i64 count, bf16* to) {
-    __builtin_memcpy(to, from, sizeof(bf16) * static_cast<std::size_t>(count));
+template <class T>
+inline void copy_items(const T* from, i64 count, T* to) {
+    __builtin_memcpy(to, from, sizeof(T) * static_cast<std::size_t>(count));
 }
 inline void copy_items(const bf16* from, i64 count, float* to) { unpack(from, count, to); }
 
@@ -227,9 +244,93 @@ inline void tokens_product(const Linear& l, const T* weight, const T* next, cons
         rows_product<NR>(l, blocks, weight + n * l.depth, blocks ? nullptr : next, bias ? bias + n : nullptr, out + n);
 }
 
+/// Items that `multiply` takes of a row at a time.
+template <class T>
+constexpr i64 WOVEN = sizeof(T) == sizeof(bf16) ? BF16_ITEMS : LANES;
+
+/// Woven tokens, in groups of up to 8: of each group WOVEN items of every token in turn. A group is multiplied by
+/// one `product`, which so reads every row once, and from few places of the cache: rows of a power of two of bytes share
+/// them.
+template <class T>
+inline bool is_woven(const Linear& l) {
+    constexpr i64 MOST = sizeof(T) == sizeof(bf16) ? NEVER : 16;  // more are slower woven
+    return WEAVES && l.tokens > 1 && l.tokens <= MOST && l.depth % WOVEN<T> == 0;
+}
+
+inline i64 woven_groups(i64 tokens) { return (tokens + 7) / 8; }
+
+template <class T>
+void weave(const Linear& l, void* to) {
+    constexpr i64 SOME = WOVEN<T>;
+    const i64 groups = woven_groups(l.tokens);
+    T* woven = static_cast<T*>(to);
+    for (i64 g = 0; g < groups; g++)
+        for (i64 k = 0; k < l.depth; k += SOME)
+            for (i64 m = l.tokens * g / groups; m < l.tokens * (g + 1) / groups; m++, woven += SOME)
+                __builtin_memcpy(woven, static_cast<const T*>(l.x) + m * l.x_stride + k, SOME * sizeof(T));
+}
+
+/// NR rows of a weight with a group of woven tokens.
+template <int NR, class T>
+inline void group_product(i64 tokens, const T* weight, i64 depth, const T* x, const T* bias, T* out, i64 out_stride,
+                          Ahead<T> ahead) {
+    constexpr i64 SOME = WOVEN<T>;
+    if (tokens == 8) return product<NR, 8, 8>(weight, depth, x, SOME, depth, bias, out, out_stride, ahead);
+    if (tokens == 7) return product<NR, 7, 7>(weight, depth, x, SOME, depth, bias, out, out_stride, ahead);
+    if (tokens == 6) return product<NR, 6, 6>(weight, depth, x, SOME, depth, bias, out, out_stride, ahead);
+    if (tokens == 5) return product<NR, 5, 5>(weight, depth, x, SOME, depth, bias, out, out_stride, ahead);
+    product<NR, 4, 4>(weight, depth, x, SOME, depth, bias, out, out_stride, ahead);
+}
+
+/// The rows [first, last) of a part, for MR woven tokens.
+template <int NR, int MR, class T>
+void woven_few(const Linear& l, const Part& part, i64 first, i64 last) {
+    constexpr i64 SOME = WOVEN<T>;
+    const T *weight = static_cast<const T*>(part.weight), *bias = static_cast<const T*>(part.bias);
+    const T* x = static_cast<const T*>(l.x);
+    T* out = static_cast<T*>(l.out) + part.column;
+    i64 n = first;
+    for (; n + NR <= last; n += NR) {
+        const T *rows = weight + n * l.depth, *next = n + 2 * NR <= part.rows ? rows + NR * l.depth : nullptr;
+        product<NR, MR, MR>(rows, l.depth, x, SOME, l.depth, bias ? bias + n : nullptr, out + n, l.out_stride,
+                            Ahead<T>{next, 0, 1});
+    }
+    for (; n < last; n++)
+        product<1, MR, MR>(weight + n * l.depth, l.depth, x, SOME, l.depth, bias ? bias + n : nullptr, out + n,
+                           l.out_stride, Ahead<T>{});
+}
+
+/// The rows [first, last) of a part, for more woven tokens than 4.
+template <class T>
+void woven_many(const Linear& l, const Part& part, i64 first, i64 last) {
+    constexpr int NR = 3;
+    const T *weight = static_cast<const T*>(part.weight), *bias = static_cast<const T*>(part.bias);
+    const i64 groups = woven_groups(l.tokens);
+    for (i64 n = first; n < last;) {
+        const i64 some = n + NR <= last ? NR : 1;
+        const T *rows = weight + n * l.depth, *next = n + 2 * some <= part.rows ? rows + some * l.depth : nullptr;
+        for (i64 g = 0; g < groups; g++) {
+            const i64 m = l.tokens * g / groups, count = l.tokens * (g + 1) / groups - m;
+            T* out = static_cast<T*>(l.out) + part.column + m * l.out_stride + n;
+            auto multiplied = some == NR ? &group_product<NR, T> : &group_product<1, T>;
+            multiplied(count, rows, l.depth, static_cast<const T*>(l.x) + m * l.depth, bias ? bias + n : nullptr, out,
+                       l.out_stride, Ahead<T>{next, g, groups});
+        }
+        n += some;
+    }
+}
+
 /// The rows [first, last) of a part, for all tokens.
 template <class T>
 void linear(const Linear& l, const Part& part, i64 first, i64 last) {
+    if constexpr (WEAVES) {
+        if (is_woven<T>(l)) {
+            if (l.tokens == 2) return woven_few<ROWS, 2, T>(l, part, first, last);
+            if (l.tokens == 3) return woven_few<ROWS, 3, T>(l, part, first, last);
+            if (l.tokens == 4) return woven_few<ROWS, 4, T>(l, part, first, last);
+            return woven_many<T>(l, part, first, last);
+        }
+    }
     constexpr i64 TILES = BLOCK_ROWS / ROWS;
     const T* weight = static_cast<const T*>(part.weight);
     const T* bias = static_cast<const T*>(part.bias);
@@ -370,30 +471,45 @@ inline float soften(float* scores, i64 count, float& highest, float& total) {
     return scale;
 }
 
-/// Scores of `count` keys; for each, a row is fetched of the keys and of the values that come next.
-template <int R, class T>
-inline void score(const T* keys, i64 count, const float* q, i64 dim, float* scores, i64 scores_stride, const T* next_keys,
-                  const T* next_values) {
-    for (i64 j = 0; j < count; j++) {
-        fetch_ahead(next_keys + j * dim, dim);
-        fetch_ahead(next_values + j * dim, dim);
-        vf sums[R] = {};
-        for (i64 d = 0; d < dim; d += LANES) {
-            const vf key = load(keys + j * dim + d);
-            for (int r = 0; r < R; r++) sums[r] += key * load(q + r * dim + d);
+/// Scores of KEYS keys from key `j` on; a row of the next keys is fetched for each.
+template <int R, int KEYS, class T, class Q>
+inline void score_some(const T* keys, i64 j, const Q* q, float by, i64 dim, float* scores, i64 scores_stride,
+                       const T* next_keys) {
+    vf sums[KEYS][R];
+    alignas(64) float totals[KEYS * R + 16];
+    for (int n = 0; n < KEYS; n++)
+        for (int r = 0; r < R; r++) sums[n][r] = vf{};
+    for (int n = 0; n < KEYS; n++) fetch_ahead(next_keys + (j + n) * dim, dim);
+    const i64 done = multiply<KEYS, R>(keys + j * dim, dim, q, dim, dim, sums);
+    sums_of<KEYS * R>(&sums[0][0], totals);
+    for (int n = 0; n < KEYS; n++) {
+        for (int r = 0; r < R; r++) {
+            float total = totals[n * R + r];
+            for (i64 d = done; d < dim; d++) total += widen(keys[(j + n) * dim + d]) * widen(q[r * dim + d]);
+            scores[r * scores_stride + j + n] = total * by;
         }
-        for (int r = 0; r < R; r++) scores[r * scores_stride + j] = sum_of(sums[r]);
     }
+}
+
+/// Scores of `count` keys.
+template <int R, class T, class Q>
+inline void score(const T* keys, i64 count, const Q* q, float by, i64 dim, float* scores, i64 scores_stride,
+                  const T* next_keys) {
+    constexpr int KEYS = R <= 2 || ROWS * 4 > 16 ? 4 : 2;  // so that the sums stay in registers
+    i64 j = 0;
+    for (; j + KEYS <= count; j += KEYS) score_some<R, KEYS>(keys, j, q, by, dim, scores, scores_stride, next_keys);
+    for (; j < count; j++) score_some<R, 1>(keys, j, q, by, dim, scores, scores_stride, next_keys);
 }
 
 /// WIDE vectors of R answers, from item `d` on: add `count` weighted values to what was there, scaled.
 template <int R, int WIDE, class T>
 inline void mix_some(const T* values, i64 count, const float* weights, i64 weights_stride, const float* scale, float* out,
-                     i64 dim, i64 d) {
+                     i64 dim, i64 d, const T* next) {
     vf sums[R][WIDE];
     for (int r = 0; r < R; r++)
         for (int w = 0; w < WIDE; w++) sums[r][w] = load(out + r * dim + d + w * LANES) * scale[r];
     for (i64 j = 0; j < count; j++) {
+        if (next) fetch_ahead(next + j * dim + d, WIDE * LANES);
         vf value[WIDE];
         for (int w = 0; w < WIDE; w++) value[w] = load(values + j * dim + d + w * LANES);
         for (int r = 0; r < R; r++) {
@@ -405,13 +521,15 @@ inline void mix_some(const T* values, i64 count, const float* weights, i64 weigh
         for (int w = 0; w < WIDE; w++) store(sums[r][w], out + r * dim + d + w * LANES);
 }
 
+/// Mix `count` values; for each, a row of the next values is fetched. Null: there are none.
 template <int R, class T>
 inline void mix(const T* values, i64 count, const float* weights, i64 weights_stride, const float* scale, float* out,
-                i64 dim) {
+                i64 dim, const T* next = nullptr) {
+    constexpr int WIDE = R <= 2 ? 2 * MIXED : MIXED;  // so that the sums stay in registers
     i64 d = 0;
-    for (; d + MIXED * LANES <= dim; d += MIXED * LANES)
-        mix_some<R, MIXED>(values, count, weights, weights_stride, scale, out, dim, d);
-    for (; d < dim; d += LANES) mix_some<R, 1>(values, count, weights, weights_stride, scale, out, dim, d);
+    for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
+        mix_some<R, WIDE>(values, count, weights, weights_stride, scale, out, dim, d, next);
+    for (; d < dim; d += LANES) mix_some<R, 1>(values, count, weights, weights_stride, scale, out, dim, d, next);
 }
 
 /// Some queries of one KV head and what they have seen so far.
@@ -420,13 +538,13 @@ struct Seen {
 };
 
 template <int R, class T>
-inline void see(const T* keys, const T* values, i64 count, const T* next_keys, const T* next_values, const float* q,
-                float* out, Seen& seen, i64 dim) {
+inline void see(const T* keys, const T* values, i64 count, const T* next_keys, const T* next_values,
+                const typename TokensOf<T>::item* q, float by, float* out, Seen& seen, i64 dim) {
     alignas(64) float scores[R * CHUNK_KEYS];
     float scale[R];
-    score<R>(keys, count, q, dim, scores, CHUNK_KEYS, next_keys, next_values);
+    score<R>(keys, count, q, by, dim, scores, CHUNK_KEYS, next_keys);
     for (int r = 0; r < R; r++) scale[r] = soften(scores + r * CHUNK_KEYS, count, seen.highest[r], seen.total[r]);
-    mix<R>(values, count, scores, CHUNK_KEYS, scale, out, dim);
+    mix<R>(values, count, scores, CHUNK_KEYS, scale, out, dim, next_values);
 }
 
 /// One new token: the queries of KV heads [first, last) read keys and values where they lie, in the order of memory.
@@ -436,10 +554,12 @@ void attend_one(const Attend& a, const Sequence& s, i64 first, i64 last, float* 
     const Cache& c = a.cache;
     const i64 dim = c.head_dim, group = a.heads / c.kv_heads, keys = s.start + 1;
     const i64 rows = (last - first) * group, parts = (group + MAX_AT_ONCE - 1) / MAX_AT_ONCE;
-    float *q = scratch, *out = scratch + rows * dim;
+    typedef typename TokensOf<T>::item Q;
+    Q* q = reinterpret_cast<Q*>(scratch);
+    float* out = scratch + rows * dim;
     Seen seen[MAX_HEADS_AT_ONCE * MAX_GROUP / MAX_AT_ONCE];
     const T* from = static_cast<const T*>(a.q) + s.first * a.q_stride + first * group * dim;
-    for (i64 i = 0; i < rows * dim; i++) q[i] = widen(from[i]) * a.scale;
+    for (i64 row = 0; row < rows; row++) copy_items(from + row * dim, dim, q + row * dim);
     for (i64 i = 0; i < rows * dim; i++) out[i] = 0.0f;
     for (i64 i = 0; i < (last - first) * parts; i++)
         for (i64 r = 0; r < MAX_AT_ONCE; r++) seen[i].highest[r] = -__builtin_inff(), seen[i].total[r] = 0.0f;
@@ -461,10 +581,10 @@ void attend_one(const Attend& a, const Sequence& s, i64 first, i64 last, float* 
             for (i64 part = 0; part < parts; part++) {
                 const i64 row = (head - first) * group + part * MAX_AT_ONCE, left = group - part * MAX_AT_ONCE;
                 Seen& here = seen[(head - first) * parts + part];
-                if (left >= 4) see<4>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
-                if (left == 3) see<3>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
-                if (left == 2) see<2>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
-                if (left == 1) see<1>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
+                if (left >= 4) see<4>(k, v, count, next_k, next_v, q + row * dim, a.scale, out + row * dim, here, dim);
+                if (left == 3) see<3>(k, v, count, next_k, next_v, q + row * dim, a.scale, out + row * dim, here, dim);
+                if (left == 2) see<2>(k, v, count, next_k, next_v, q + row * dim, a.scale, out + row * dim, here, dim);
+                if (left == 1) see<1>(k, v, count, next_k, next_v, q + row * dim, a.scale, out + row * dim, here, dim);
             }
         }
         key = then;
@@ -701,6 +821,10 @@ const Kernels KERNELS = {NAME,
                          &add_and_norm<float>,
                          &add_and_norm<bf16>,
                          &pack,
+                         &is_woven<float>,
+                         &is_woven<bf16>,
+                         &weave<float>,
+                         &weave<bf16>,
                          PACKED_TOKENS,
                          sizeof(TokensOf<bf16>::item),
                          &gate<float>,
