@@ -1,5 +1,6 @@
 """The native kernels compute what the torch code of the model computes, with every instruction set found here."""
 
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from workers.engines.torch import kernels  # noqa: E402
 from workers.engines.torch.batch import plan_step, to_device  # noqa: E402
 from workers.engines.torch.cache import PagedKv, allocate  # noqa: E402
 from workers.engines.torch.config import ModelConfig, RopeConfig  # noqa: E402
-from workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd  # noqa: E402
+from workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd, keep_freed_memory  # noqa: E402
 from workers.engines.torch.executor import TorchExecutor  # noqa: E402
 from workers.engines.torch.kernels import CpuKernels, KernelShare, Projection, all_kernels, share_of  # noqa: E402
 from workers.engines.torch.metrics import STEPS as STEPS_TAKEN  # noqa: E402
@@ -278,3 +279,17 @@ def test_the_fastest_bfloat16_of_a_processor_is_named(tmp_path: Path) -> None:
     cpuinfo.write_text("Features\t: fp asimd bf16\n")
     assert bfloat16_by(cpu_flags(cpuinfo)) == "bf16"
     assert bfloat16_by(cpu_flags(tmp_path / "none")) == ""
+
+
+def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
+    if not keep_freed_memory():
+        pytest.skip("no glibc")
+
+    def pages_taken() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = [torch.empty(512, 6144).fill_(1.0) for _ in range(3)]
+        del held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    pages_taken()
+    assert min(pages_taken() for _ in range(5)) < 1000  # 9,216 pages of 4 KiB

@@ -17,7 +17,7 @@ from workers.engines.torch.batch import StepPlan, check_rows, plan_step, to_devi
 from workers.engines.torch.buckets import DecodeBuckets
 from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
 from workers.engines.torch.config import DTYPES, ModelConfig, read_config
-from workers.engines.torch.cpu import bfloat16_by, cpu_flags
+from workers.engines.torch.cpu import bfloat16_by, cpu_flags, keep_freed_memory
 from workers.engines.torch.device_blocks import CudaBlocks
 from workers.engines.torch.kernels import NO_KERNELS, CpuKernels, open_kernels
 from workers.engines.torch.metrics import STEPS, WEIGHTS
@@ -82,6 +82,8 @@ class TorchExecutor:
         dtype_name = choose_dtype(self._dtype_name, self._device, config)
         dtype = TORCH_DTYPES[dtype_name]
         self._set_threads(config)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         try:
             kernels = open_kernels(config, self._device, dtype)
             self._weights = self._load_weights(config, dtype_name, kernels)

@@ -31,7 +31,8 @@ inline void put(vf value, bf16* to) {
     __builtin_memcpy(to, &half, sizeof half);
 }
 
-inline vf spread(float value) { return vf{} + value; }
+/// Not "vf{} + value": that is an addition, which turns -0 into 0.
+inline vf spread(float value) { return value - vf{}; }
 
 /// e^x for x <= 0; 0 where x is below float's range.
 inline vf exp_of(vf x) {
@@ -632,7 +633,7 @@ struct WideChunk {
             for (i64 d = 0; d < dim; d++) {
                 for (int w = 0; w < WIDE; w++) {
                     const vf key = load(turned + d * CHUNK_KEYS + j + w * LANES);
-                    for (int r = 0; r < R; r++) sums[r][w] += key * q[r * dim + d];
+                    for (int r = 0; r < R; r++) sums[r][w] += key * spread(q[r * dim + d]);
                 }
             }
             for (int r = 0; r < R; r++)
