@@ -293,3 +293,13 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
 
     pages_taken()
     assert min(pages_taken() for _ in range(5)) < 1000  # 9,216 pages of 4 KiB
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_projection_without_its_first_outputs_keeps_the_others(is_fused: bool) -> None:
+    weight, bias = torch.randn(12, 3), torch.randn(12)
+    sizes = (12,) if is_fused else (6, 3, 3)
+    whole = Projection(tuple(weight.split(sizes)), tuple(bias.split(sizes)))
+    rest = whole.without_first(6)
+    assert torch.equal(torch.cat(rest.weights), weight[6:])
+    assert torch.equal(torch.cat([each for each in rest.biases if each is not None]), bias[6:])

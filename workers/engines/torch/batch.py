@@ -84,6 +84,15 @@ class PagedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ToldRows:
+    """The told tokens of a step with prompts, each a row of one token, for the last layer's kernels."""
+
+    positions: Tensor  # [S]
+    write_blocks: Tensor  # [S]
+    rows: PagedRows | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """StepPlan, on the device. Indices are int64, as torch wants them. Rows in `paged` are in no span or group."""
 
@@ -96,6 +105,7 @@ class StepBatch:
     spans: list[PrefillSpan]
     groups: list[DecodeGroup]
     paged: PagedRows | None = None
+    told: ToldRows | None = None  # None: no kernels, or tokens of a prompt are scored, or all are told
 
     @property
     def gathers(self) -> bool:
@@ -239,6 +249,7 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype, paged_below: int 
     """
     offsets = plan.positions % kv.layout.block_size
     told = np.concatenate((plan.last_tokens, plan.scored_tokens)) if plan.scored_rows else plan.last_tokens
+    is_all = np.array_equal(told, np.arange(len(plan.token_ids)))
     tokens = (
         plan.token_ids,
         plan.positions,
@@ -259,11 +270,25 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype, paged_below: int 
         write_blocks=write_blocks,
         write_offsets=write_offsets,
         begun_blocks=begun_blocks if len(plan.begun_blocks) else None,
-        told_tokens=None if np.array_equal(told, np.arange(len(plan.token_ids))) else told_tokens,
+        told_tokens=None if is_all else told_tokens,
         spans=[_prefill_span(span, next(moved), kv, dtype) for span in spans],
         groups=[_decode_group(group, next(moved), next(moved), kv, dtype) for group in groups],
         paged=_paged_rows(plan, paged_below) if paged_below else None,
+        told=_told_rows(plan) if paged_below and not is_all and not plan.scored_rows else None,
     )
+
+
+def _told_rows(plan: StepPlan) -> ToldRows:
+    """Return the last tokens of the rows that are sampled, in their order."""
+    last = plan.last_tokens
+    tables = [(span.last - 1, span.table.ravel()) for span in plan.spans]
+    tables += [(group.first + row, table) for group in plan.groups for row, table in enumerate(group.table)]
+    table_of = dict(tables)
+    wanted = [table_of[token] for token in last.tolist()]
+    places = np.cumsum([0, *(len(table) for table in wanted)])[:-1]
+    sequences = np.column_stack((np.arange(len(last)), np.ones_like(last), plan.positions[last], places))
+    rows = PagedRows(torch.from_numpy(sequences), torch.from_numpy(np.concatenate(wanted))) if wanted else None
+    return ToldRows(torch.from_numpy(plan.positions[last]), torch.from_numpy(plan.write_blocks[last]), rows)
 
 
 def _paged_rows(plan: StepPlan, paged_below: int) -> PagedRows | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from protocol import native
-from workers.engines.torch.batch import PagedRows, StepBatch
+from workers.engines.torch.batch import PagedRows, StepBatch, ToldRows
 from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig
 from workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd
@@ -46,6 +46,14 @@ class Projection:
     @property
     def num_outputs(self) -> int:
         return sum(len(weight) for weight in self.weights)
+
+    def without_first(self, num_outputs: int) -> "Projection":
+        """Return the projection to all outputs but the first: those of the first matrix, or of a part of it."""
+        weight, bias = self.weights[0], self.biases[0]
+        if len(weight) == num_outputs:
+            return Projection(self.weights[1:], self.biases[1:])
+        rest = None if bias is None else bias[num_outputs:]
+        return Projection((weight[num_outputs:], *self.weights[1:]), (rest, *self.biases[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,14 @@ class CpuKernels:
         return out
 
     def prepare(
-        self, layer: int, qkv: Tensor, rope: Tensor, norm: Tensor | None, eps: float, batch: StepBatch, kv: PagedKv
+        self,
+        layer: int,
+        qkv: Tensor,
+        rope: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        batch: StepBatch | ToldRows,
+        kv: PagedKv,
     ) -> None:
         """Norm and rotate queries and keys of `qkv` [T, width] in place; write keys and values to the cache."""
         layout = kv.layout

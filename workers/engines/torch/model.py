@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch
+from workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch, ToldRows
 from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig, RopeConfig
 from workers.engines.torch.kernels import CpuKernels, Projection
@@ -35,9 +35,14 @@ class Transformer:
         cos, sin = self._rope[batch.positions].unbind(1)  # unused by kernels
         more, told = None, batch.told_tokens
         for index, layer in enumerate(self._weights.layers):
-            mixed = self._attention(index, layer, self._add_and_norm(x, more, layer.input_norm), cos, sin, batch, kv)
-            if told is not None and index + 1 == len(self._weights.layers):
-                x, mixed = x[told], mixed[told]
+            normed = self._add_and_norm(x, more, layer.input_norm)
+            is_cut = told is not None and index + 1 == len(self._weights.layers)
+            if is_cut and batch.told is not None:
+                mixed = self._attention_of_told(index, layer, normed, batch, batch.told, kv)
+            else:
+                mixed = self._attention(index, layer, normed, cos, sin, batch, kv)
+                mixed = mixed[told] if is_cut else mixed
+            x = x[told] if is_cut else x
             attended = self._project(mixed, layer.o)
             more = self._mlp(layer, self._add_and_norm(x, attended, layer.post_norm))
         return self._add_and_norm(x, more, self._weights.norm)
@@ -94,6 +99,22 @@ class Transformer:
         for group in batch.groups:
             _attend_group(index, group, q, kv, into=mixed)
         return mixed.view(len(x), -1)
+
+    def _attention_of_told(
+        self, index: int, layer: LayerWeights, x: Tensor, batch: StepBatch, told: ToldRows, kv: PagedKv
+    ) -> Tensor:
+        """Compute what the heads of the told tokens alone see, by kernels: [T, hidden] -> [S, heads * dim].
+
+        Of the other tokens only keys and values are projected.
+        """
+        assert self.kernels is not None
+        config, norm = self._config, layer.qk_norm
+        queries = self._project(x[batch.told_tokens], layer.qkv)
+        self.kernels.prepare(index, queries, self._rope, norm, config.rms_norm_eps, told, kv)
+        kv_norm = None if norm is None else norm[config.num_heads :]
+        projected = self._project(x, layer.qkv.without_first(config.num_heads * config.head_dim))
+        self.kernels.prepare(index, projected, self._rope, kv_norm, config.rms_norm_eps, batch, kv)
+        return self.kernels.attend(index, queries, told.rows, kv)
 
     def _attend_in_place(self, index: int, projected: Tensor, batch: StepBatch, kv: PagedKv) -> Tensor:
         """Let the kernels attend, and torch for rows with many new tokens: [T, width] -> [T, num_heads * head_dim]."""
