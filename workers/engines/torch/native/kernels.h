@@ -83,7 +83,7 @@ inline void fetch_ahead(const T* from, i64 count) {
     for (i64 i = 0; i < count; i += LINE) __builtin_prefetch(from + i, 0, 2);
 }
 
-/// Items of a row at a time. With 5 to 7 tokens of 3,072 items, twice as many take 1.7 times as long, with 8 a tenth less.
+/// Items of a row at a time. With 5 to 7 tokens of 3,072 items, twice as many took up to 1.7 times as long, in some runs.
 constexpr i64 fetched(int tokens) { return (tokens > 4 && tokens < 8 ? 2 : 4) * LANES; }
 
 /// Rows that come from memory during a product. Several products share them: each fetches every `every`-th part, from
