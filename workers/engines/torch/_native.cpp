@@ -382,24 +382,29 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 Cache cache_of(const i64* v) { return Cache{at(v[0]), v[1], v[2], v[3], v[4]}; }
 
-/// level, threads, is_bf16, qkv, tokens, heads, rope, norm, positions, write_blocks, cache (5), eps
+/// level, threads, is_bf16, q, k, v, their strides (3), tokens, heads, rope, norm, positions, write_blocks, cache (5), eps
 PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    i64 v[15];
-    if (count != 16) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 16", count);
-    if (!take(args, 15, 15, v)) return nullptr;
-    const double eps = PyFloat_AsDouble(args[15]);
+    i64 v[20];
+    if (count != 21) return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 21", count);
+    if (!take(args, 20, 20, v)) return nullptr;
+    const double eps = PyFloat_AsDouble(args[20]);
     if (eps == -1.0 && PyErr_Occurred()) return nullptr;
     const Kernels* kernels = chosen(v[0]);
     if (!kernels) return nullptr;
     const Prepare job{at(v[3]),
-                      v[4],
-                      v[5],
-                      at(v[6]),
-                      at(v[7]),
-                      static_cast<const i64*>(at(v[8])),
-                      static_cast<const i64*>(at(v[9])),
+                      at(v[4]),
+                      at(v[5]),
+                      v[6],
+                      v[7],
+                      v[8],
+                      v[9],
+                      v[10],
+                      at(v[11]),
+                      at(v[12]),
+                      static_cast<const i64*>(at(v[13])),
+                      static_cast<const i64*>(at(v[14])),
                       static_cast<float>(eps),
-                      cache_of(v + 10)};
+                      cache_of(v + 15)};
     auto run = v[2] ? kernels->prepare_bf16 : kernels->prepare_f32;
     const i64 tasks = (job.tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
     Py_BEGIN_ALLOW_THREADS;

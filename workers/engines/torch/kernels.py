@@ -103,23 +103,28 @@ class CpuKernels:
     def prepare(
         self,
         layer: int,
-        qkv: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
         rope: Tensor,
         norm: Tensor | None,
         eps: float,
         batch: StepBatch | ToldRows,
         kv: PagedKv,
     ) -> None:
-        """Norm and rotate queries and keys of `qkv` [T, width] in place; write keys and values to the cache."""
-        layout = kv.layout
-        num_heads = qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads
+        """Norm and rotate queries and keys in place; write keys and values to the cache.
+
+        queries: [T, num_heads * head_dim]; keys, values: [T, num_kv_heads * head_dim]. Rows may lie apart.
+        """
+        parts = (queries, keys, values)
         self._module.prepare(
             self._level,
             torch.get_num_threads(),
             self._is_bf16,
-            qkv.data_ptr(),
-            len(qkv),
-            num_heads,
+            *(part.data_ptr() for part in parts),
+            *(part.stride(0) for part in parts),
+            len(queries),
+            queries.shape[1] // kv.layout.head_dim,
             rope.data_ptr(),
             0 if norm is None else norm.data_ptr(),
             batch.positions.data_ptr(),
@@ -160,27 +165,26 @@ class CpuKernels:
         )
         return out
 
-    def attend(self, layer: int, qkv: Tensor, rows: PagedRows | None, kv: PagedKv) -> Tensor:
-        """Let the queries of `rows` in `qkv` [T, width] see their sequences' keys: [T, num_heads * head_dim].
+    def attend(self, layer: int, queries: Tensor, rows: PagedRows | None, kv: PagedKv) -> Tensor:
+        """Let the queries of `rows` see their sequences' keys: [T, num_heads * head_dim], as `queries`.
 
         What belongs to no row is not filled in.
         """
         layout = kv.layout
-        num_heads = qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads
-        out = torch.empty(len(qkv), num_heads * layout.head_dim, dtype=self._dtype)
+        out = torch.empty(queries.shape, dtype=self._dtype)
         if rows is None:
             return out
         self._module.attend(
             self._level,
             torch.get_num_threads(),
             self._is_bf16,
-            qkv.data_ptr(),
+            queries.data_ptr(),
             out.data_ptr(),
             rows.sequences.data_ptr(),
             rows.tables.data_ptr(),
             len(rows.sequences),
-            num_heads,
-            qkv.shape[1],
+            queries.shape[1] // layout.head_dim,
+            queries.stride(0),
             *_cache_arguments(layer, kv),
             layout.head_dim**-0.5,
         )

@@ -1,6 +1,7 @@
 """The transformer: Llama, Qwen2 and Qwen3 are one computation with different switches."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ class Transformer:
         self.kernels = kernels
         self.scored_at_once = max(1, _SCORED_LOGITS // config.vocab_size)  # tokens of a prompt
         self._weights = weights
+        kv_width = config.num_kv_heads * config.head_dim
+        self._qkv_widths = (config.num_heads * config.head_dim, kv_width, kv_width)
         self._rope = rope_table(config).to(weights.embed.device, weights.embed.dtype)
 
     def forward(self, batch: StepBatch, kv: PagedKv) -> Tensor:
@@ -71,17 +74,28 @@ class Transformer:
         linear = F.linear if self.kernels is None else self.kernels.share.further
         return [linear(x, *part) for part in zip(projection.weights, projection.biases, strict=True)]
 
+    def _cut(self, x: Tensor, projection: Projection, widths: Sequence[int]) -> Sequence[Tensor]:
+        """Return what `projection` makes of x, cut into `widths`: [T, inputs] -> [T, width] each.
+
+        The rows of a part may lie apart.
+        """
+        is_few = self.kernels is not None and len(x) <= self.kernels.share.linear_tokens
+        if not is_few and len(projection.weights) == len(widths):
+            return self._apart(x, projection)
+        return self._project(x, projection).split_with_sizes(list(widths), -1)
+
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, kv: PagedKv
     ) -> Tensor:
         """Compute what one layer's heads see. x: [T, hidden]; cos, sin: [T, 1, head_dim]; returns [T, heads * dim]."""
         config = self._config
         num_kv, head_dim = config.num_kv_heads, config.head_dim
-        projected = self._project(x, layer.qkv)
         if self.kernels is not None:
-            self.kernels.prepare(index, projected, self._rope, layer.qk_norm, config.rms_norm_eps, batch, kv)
-            return self._attend_in_place(index, projected, batch, kv)
-        qkv = projected.view(len(x), -1, head_dim)
+            queries, keys, values = self._cut(x, layer.qkv, self._qkv_widths)
+            norm, eps = layer.qk_norm, config.rms_norm_eps
+            self.kernels.prepare(index, queries, keys, values, self._rope, norm, eps, batch, kv)
+            return self._attend_in_place(index, queries, keys, values, batch, kv)
+        qkv = self._project(x, layer.qkv).view(len(x), -1, head_dim)
         qk = qkv[:, : config.num_heads + num_kv]
         normed = qk
         if layer.qk_norm is not None:
@@ -109,32 +123,32 @@ class Transformer:
         """
         assert self.kernels is not None
         config, norm = self._config, layer.qk_norm
-        queries = self._project(x[batch.told_tokens], layer.qkv)
-        self.kernels.prepare(index, queries, self._rope, norm, config.rms_norm_eps, told, kv)
+        eps, q_width, kv_widths = config.rms_norm_eps, self._qkv_widths[0], self._qkv_widths[1:]
+        queries, own_keys, own_values = self._cut(x[batch.told_tokens], layer.qkv, self._qkv_widths)
+        self.kernels.prepare(index, queries, own_keys, own_values, self._rope, norm, eps, told, kv)
         kv_norm = None if norm is None else norm[config.num_heads :]
-        projected = self._project(x, layer.qkv.without_first(config.num_heads * config.head_dim))
-        self.kernels.prepare(index, projected, self._rope, kv_norm, config.rms_norm_eps, batch, kv)
+        keys, values = self._cut(x, layer.qkv.without_first(q_width), kv_widths)
+        self.kernels.prepare(index, keys[:, :0], keys, values, self._rope, kv_norm, eps, batch, kv)
         return self.kernels.attend(index, queries, told.rows, kv)
 
-    def _attend_in_place(self, index: int, projected: Tensor, batch: StepBatch, kv: PagedKv) -> Tensor:
-        """Let the kernels attend, and torch for rows with many new tokens: [T, width] -> [T, num_heads * head_dim]."""
+    def _attend_in_place(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, batch: StepBatch, kv: PagedKv
+    ) -> Tensor:
+        """Let the kernels attend, and torch for rows with many new tokens. All [T, heads * head_dim]."""
         assert self.kernels is not None
-        config = self._config
-        mixed = self.kernels.attend(index, projected, batch.paged, kv)
+        num_kv, head_dim = self._config.num_kv_heads, self._config.head_dim
+        mixed = self.kernels.attend(index, queries, batch.paged, kv)
         if batch.spans:
-            heads = projected.view(len(projected), -1, config.head_dim)
-            q = heads[:, : config.num_heads].view(len(heads), config.num_kv_heads, config.group_size, config.head_dim)
-            new_kv = heads[:, config.num_heads :].view(len(heads), 2, config.num_kv_heads, config.head_dim)
+            q = queries.view(len(queries), num_kv, -1, head_dim)
+            new_kv = torch.stack((keys, values), 1).view(len(keys), 2, num_kv, head_dim)
             for span in batch.spans:
                 _attend_span(index, span, q, new_kv, kv, into=mixed.view(q.shape))
         return mixed
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
-        if len(layer.gate_up.weights) == 1 or (self.kernels is not None and len(x) <= self.kernels.share.linear_tokens):
-            gate, up = self._project(x, layer.gate_up).chunk(2, -1)
-        else:
-            gate, up = self._apart(x, layer.gate_up)
+        width = layer.gate_up.num_outputs // 2
+        gate, up = self._cut(x, layer.gate_up, (width, width))
         gated = F.silu(gate) * up if self.kernels is None else self.kernels.gate(gate, up)
         return self._project(gated, layer.down)
 

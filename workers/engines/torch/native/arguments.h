@@ -39,7 +39,9 @@ struct Cache {
 
 /// New tokens: queries, keys and values of each side by side, [tokens, heads + 2 * kv_heads, head_dim].
 struct Prepare {
-    void* qkv;
+    void *q, *k;                          // [tokens, heads * head_dim], [tokens, kv_heads * head_dim]: in place
+    const void* v;                        // as k
+    i64 q_stride, k_stride, v_stride;     // items between their rows: all three may be parts of one tensor
     i64 tokens, heads;
     const void* rope;        // [positions, 2, head_dim]: cos and sin; see model.rope_table
     const void* norm;        // [heads + kv_heads, head_dim]; null: none

@@ -425,16 +425,23 @@ inline void norm_and_rotate(T* head, const T* norm, float eps, const T* rope, i6
 template <class T>
 void prepare(const Prepare& p, i64 first, i64 last) {
     const Cache& c = p.cache;
-    const i64 dim = c.head_dim, width = (p.heads + 2 * c.kv_heads) * dim, turned = p.heads + c.kv_heads;
+    const i64 dim = c.head_dim;
+    const T* norm = static_cast<const T*>(p.norm);
+    const T* key_norm = norm ? norm + p.heads * dim : nullptr;
     for (i64 t = first; t < last; t++) {
-        T* token = static_cast<T*>(p.qkv) + t * width;
+        T *q = static_cast<T*>(p.q) + t * p.q_stride, *k = static_cast<T*>(p.k) + t * p.k_stride;
+        const T* v = static_cast<const T*>(p.v) + t * p.v_stride;
         const T* rope = static_cast<const T*>(p.rope) + p.positions[t] * 2 * dim;
-        const T* norm = static_cast<const T*>(p.norm);
-        for (i64 h = 0; h < turned; h++)
-            norm_and_rotate(token + h * dim, norm ? norm + h * dim : nullptr, p.eps, rope, dim);
+        for (i64 h = 0; h < p.heads; h++)
+            norm_and_rotate(q + h * dim, norm ? norm + h * dim : nullptr, p.eps, rope, dim);
+        for (i64 h = 0; h < c.kv_heads; h++)
+            norm_and_rotate(k + h * dim, key_norm ? key_norm + h * dim : nullptr, p.eps, rope, dim);
         T* slot = static_cast<T*>(c.keys) + p.write_blocks[t] * c.block_stride + p.positions[t] % c.block_size * dim;
-        for (i64 h = 0; h < 2 * c.kv_heads; h++)  // values follow the keys of all heads, here and there
-            __builtin_memcpy(slot + h * c.block_size * dim, token + (p.heads + h) * dim, sizeof(T) * dim);
+        const i64 head = c.block_size * dim;  // values follow the keys of all heads
+        for (i64 h = 0; h < c.kv_heads; h++) {
+            __builtin_memcpy(slot + h * head, k + h * dim, sizeof(T) * dim);
+            __builtin_memcpy(slot + (c.kv_heads + h) * head, v + h * dim, sizeof(T) * dim);
+        }
     }
 }
 
