@@ -116,7 +116,7 @@ class Crew:
                     continue
                 if (member := self._members.get(card.name)) is not None:
                     member.cards[change.key] = card
-                    if card.pid == await self._supervisor.settled_pid(card.name):  # else: of a killed worker, or a mesh
+                    if card.pid == await self._supervisor.settled_pid(card.name):  # else another mesh's
                         self._on_card(member, card)
             elif isinstance(change, Deleted):
                 if change.has_lapsed and self._runs(change.key):

@@ -10,6 +10,7 @@ from planner.model import PlannerConfig, Reason, reason
 from protocol.errors import ConfigError
 
 EXCEEDED_S = 300.0  # a load above the expected one that lasts so long shows that the expectation is wrong
+KNOWN = 0.9  # share of that time whose traffic must be known: pieces end when they end, and some are missing
 
 
 class ExpectedPeak:
@@ -43,7 +44,7 @@ class ExpectedPeak:
 
     def hear(self, needed: Counts, known_s: float) -> tuple[Reason, ...]:
         """Take what the mean load of the last `known_s` needs. A load above the peak that lasts becomes the peak."""
-        if not self.is_known or known_s < EXCEEDED_S or needed == least_of(needed, self.fleet):
+        if not self.is_known or known_s < KNOWN * EXCEEDED_S or needed == least_of(needed, self.fleet):
             return ()
         return (self._raised(needed, f"the load of the last {known_s:.0f} s"),)
 

@@ -42,8 +42,8 @@ def test_a_new_planner_holds_what_is_there_of_the_fleet() -> None:
 def test_a_lasting_load_above_the_peak_becomes_the_peak() -> None:
     peak = expected()
     assert peak.hear(FLEET, EXCEEDED_S) == ()
-    assert peak.hear(MORE, EXCEEDED_S - 1) == ()
-    [why] = peak.hear(MORE, EXCEEDED_S)
+    assert peak.hear(MORE, 0.8 * EXCEEDED_S) == ()
+    [why] = peak.hear(MORE, EXCEEDED_S - 0.1)
     assert why.code == "peak-exceeded" and "raise peak_prefill" in why.text
     assert peak.limited(Counts(9, 9)) == MORE
 

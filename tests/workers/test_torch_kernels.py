@@ -283,7 +283,7 @@ def test_the_fastest_bfloat16_of_a_processor_is_named(tmp_path: Path) -> None:
 
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     if not keep_freed_memory():
-        pytest.skip("no glibc")
+        pytest.skip("only glibc can be told to keep freed memory")
 
     def pages_taken() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

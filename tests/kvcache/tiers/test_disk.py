@@ -351,7 +351,7 @@ def test_blocks_of_many_runs_come_whole_and_in_order(tmp_path: Path, monkeypatch
 
 
 def test_a_load_does_not_wait_for_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many runs as may be on their way are written, and the disk takes none of them."""
+    """The disk takes none of the runs that are written, and no more may be on their way."""
     monkeypatch.setattr("kvcache.tiers.disk.RUN_BYTES", 3 * form().payload_bytes)
     io = SlowWrites()
     store = open_store(tmp_path, io=io)
