@@ -165,7 +165,12 @@ def run(
         first = _peak(load, slots)
     elif policy == "static-mean":
         first = load.setting.sized(mean_of(slots))
-    sim = msgspec.structs.replace(load.sim, workers=first.prefill + first.decode, prefill_workers=first.prefill)
+    sim = msgspec.structs.replace(
+        load.sim,
+        workers=first.prefill + first.decode,
+        prefill_workers=first.prefill,
+        max_num_seqs=load.setting.most_sequences(mean_of(slots)),
+    )
     return (simulate if exact else simulate_coarsely)(load.requests(), sim, PlannerHook(decide, HOOK_S, HOOK_S))
 
 

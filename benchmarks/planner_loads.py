@@ -187,8 +187,6 @@ def setting_of(
         prefill_profile=profile,
         decode_profile=profile,
         flip_s=planner.flip_s,
-        # a prompt goes to a decode worker only when it would wait for longer than the SLO: it holds up others' tokens
-        saturation_tokens=round(STEP_TOKENS * ttft_slo_s / profile.prefill_s(STEP_TOKENS)),
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
         seed=seed,

@@ -10,11 +10,12 @@ from planner.core import PlannerCore
 from planner.history import known
 from planner.model import Action, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
 from planner.reference import reference_sizing
-from planner.sizing import Demand, Slo, decode_need, prefill_need, prefill_time_s
+from planner.sizing import Demand, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
 from simulator import SimRequest
 
 SLOT_S = 60.0  # the clairvoyant looks at the future in such pieces
+SEQUENCES_ITL_SHARE = 0.95  # with all of the ITL half of a full worker's answers would be too slow
 SENSITIVITY = 0.8  # the reference's, to take one away
 
 Decide = Callable[[Observation], ScalingDecision]
@@ -42,6 +43,10 @@ class Setting:
         prefill = prefill_need(self.prefill, demand, self.slo, share).workers
         decode = decode_need(self.decode, demand, self.slo, share).workers
         return within_budget(Counts(prefill, decode), self.limits)
+
+    def most_sequences(self, demand: Demand) -> int:
+        """Return how many sequences a worker is set to run at once, as `kvmesh profile plan` does."""
+        return decode_capacity(self.decode, demand, SEQUENCES_ITL_SHARE * self.config.itl_slo_s).batch
 
 
 def planned(setting: Setting) -> Decide:

@@ -103,6 +103,10 @@ class AdmissionControl:
         if not running:
             del self._running[model]
 
+    def times_of(self, model: str) -> ServiceTimes | None:
+        """Return what requests for a model took, for reading; None: nothing is known."""
+        return self._times.get(model)
+
     def gap_s(self, model: str) -> float:
         """Return the time from one request that leaves a queue to the next; 0: that is not known.
 

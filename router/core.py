@@ -360,7 +360,8 @@ class RouterState:
         bound_to = None
         if request.session and self.rules.affinity_ttl_s:
             bound_to = self._affinity.get(_key(request), now)
-        return plan(look(self.fleet, self.rules, request, now, self._rng, ahead, bound_to, scores_all))
+        times = self.admission.times_of(request.model)
+        return plan(look(self.fleet, self.rules, request, now, self._rng, ahead, bound_to, scores_all, times))
 
     def _book(self, planned: PlacementPlan, placing: Placing, now: float, waited_s: float) -> Placed:
         view, computes, decode = planned.view, planned.first.chosen, planned.last.chosen.holder

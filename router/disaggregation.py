@@ -22,11 +22,13 @@ class Backlog(Struct, frozen=True):
     """Prompt tokens to compute until this request's are: on the best prefill worker, and on the decode worker alone.
 
     Both are divided by the worker's capacity. `is_full`: that prefill worker is given no more requests now.
+    `spare_share`: of the decode worker's time, for more prompts; at or below 0 its answers would be too slow.
     """
 
     prefill_tokens: float = 0.0
     local_tokens: float = 0.0
     is_full: bool = False
+    spare_share: float = 1.0
 
 
 class Decision(Struct, frozen=True):
@@ -57,5 +59,7 @@ def decide(
         until_done = (
             f"{backlog.prefill_tokens:.0f} tokens to compute there until it is done, {backlog.local_tokens:.0f} here"
         )
-        return Decision(False, f"prefill workers are the bottleneck: {until_done}")
+        if backlog.spare_share > 0:
+            return Decision(False, f"prefill workers are the bottleneck: {until_done}")
+        return Decision(True, f"answers on the decode worker need its time, though {until_done}")
     return Decision(True, f"{uncached} of {isl_tokens} prompt tokens are to compute")

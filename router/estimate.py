@@ -14,6 +14,7 @@ LEAST = 8  # measurements without which there is no estimate
 RATIOS = 128  # of the last answers, by which the error is known
 LEAST_VARIANCE = 1e-9
 ARRIVALS_S = 5.0
+CAUTION = 0.8  # answers keep the SLO if they take no more than this share of it in the mean
 LEAST_GAPS = 6.0  # weight of the measured gaps by which the rate of a queue is known
 
 
@@ -224,6 +225,15 @@ class ServiceTimes:
         first_s = self._first.at(queued + uncached_tokens)
         itl_s = self._itl.at(self._running.value if running is None else running)
         return ServiceEstimate(first_s, first_s + (self._lengths.expected(max_tokens) - 1) * itl_s)
+
+    def spare_share(self, running: int, slo_itl_s: float) -> float:
+        """Return which share of its time a worker with so many sequences may give to prompts; < 0: tokens are too late.
+
+        It is 1 as long as nothing is known. What prompts took is part of the gaps that were measured, so they are given
+        rather less. `slo_itl_s` is for all answers, and half of them are slower than the mean: hence CAUTION.
+        """
+        itl_s = self._itl.at(running) if self._itl.count >= LEAST else 0.0
+        return CAUTION - itl_s / slo_itl_s if itl_s else 1.0
 
     @property
     def mean_s(self) -> float:

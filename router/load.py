@@ -17,6 +17,7 @@ from router.index import Holder
 from router.pressure import BusyShare
 
 LEASE_S = 120.0
+PROMPTS_WINDOW_S = 10.0  # about as long as short answers take
 SPEED_MEMORY = 0.9  # the weight of a prompt in the worker's speed falls to this share with each later one
 SPEED_DOUBT = 0.2  # a worker may be slower than its last prompts by this share without being reported as slow
 
@@ -63,7 +64,8 @@ class HolderLoad:
     requests: int = 0  # that decode there
     own: Share = NOTHING  # these three, with the blocks of prompts
     elsewhere: dict[str, Share] = field(default_factory=dict)  # the shares of other routers, by router
-    is_busy: bool = False  # as `busy` counts it
+    with_prompts: BusyShare = field(default_factory=lambda: BusyShare(PROMPTS_WINDOW_S))  # the same, of this holder
+    is_busy: bool = False  # as these two count it
     total: Share = NOTHING  # of all routers
     prefilling: dict[RequestId, int] = field(default_factory=dict)  # tokens of each, in the order of placement
     computes_since_s: float = 0.0  # when the first of these was placed, or when the one before it was done
@@ -334,7 +336,9 @@ class ActiveLoad:
         is_busy = load.total.queued_tokens > 0
         if is_busy != load.is_busy:
             load.is_busy = is_busy
-            load.busy.change(1 if is_busy else -1, now)
+            change = 1 if is_busy else -1
+            load.busy.change(change, now)
+            load.with_prompts.change(change, now)
 
     def _sum_up(self, holder: Holder) -> None:
         """Add up the shares of a holder. It is done once per change, so that placements only have to read."""

@@ -13,6 +13,7 @@ from protocol.errors import NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import PrefixSource, Role, RouteRequest
 from router.disaggregation import Backlog, decide
+from router.estimate import ServiceTimes
 from router.fleet import Pool, Slot, WorkerFleet
 from router.index import Depths, Holder
 from router.peers import PeerKind, PeerSource, deepest, kind_of, pull_of
@@ -60,6 +61,7 @@ class RequestView(Struct):
     price: float
     busy_share: float
     asked_before: float
+    times: ServiceTimes | None
     sources: Mapping[PeerKind, PeerSource]  # from where workers of each kind could pull the prompt's beginning
 
 
@@ -102,11 +104,12 @@ def look(
     ahead: Ahead = NOTHING_AHEAD,
     bound_to: Holder | None = None,
     scores_all: bool = False,
+    times: ServiceTimes | None = None,
 ) -> RequestView:
     """Return the view that a request is placed by. Raises NoWorkerError.
 
     ahead: what is kept for requests before it. bound_to: where its session runs. scores_all: the plan is to be
-    explained, so workers that cannot be the cheapest are scored too.
+    explained, so workers that cannot be the cheapest are scored too. times: what requests for its model took.
     """
     pool = fleet.pools.get(request.model)
     hashes = request.sequence_hashes
@@ -139,7 +142,7 @@ def look(
     block_size = computing[0].card.block_size
     return RequestView(
         fleet, pool, rules, request, now, ahead, rng, bound_to, decoders, prefillers, held_back, block_size, overlaps,
-        active, price, busy, asked, _sources(fleet, pool, rules, request, overlaps, now),
+        active, price, busy, asked, times, _sources(fleet, pool, rules, request, overlaps, now),
     )  # fmt: skip
 
 
@@ -336,7 +339,17 @@ def _backlog(prefill: LegChoice, whole: LegChoice, view: RequestView) -> Backlog
         missing = max(0, view.request.isl_tokens - saved_tokens(c, view))
         return (c.queued_tokens + missing) / c.capacity
 
-    return Backlog(until_done(prefill.chosen), until_done(whole.chosen), prefill.is_full)
+    spare_share = _spare_share(whole.chosen, view) if prefill.is_full else 1.0
+    return Backlog(until_done(prefill.chosen), until_done(whole.chosen), prefill.is_full, spare_share)
+
+
+def _spare_share(c: Candidate, view: RequestView) -> float:
+    """Return which share of its time a decode worker may give to more prompts than it has had."""
+    slo_itl_s, times = view.rules.slo_itl_s, view.times
+    if not slo_itl_s or not c.requests or times is None:
+        return 1.0
+    had = view.fleet.slots[c.holder].load.with_prompts.of(1, view.now)
+    return times.spare_share(c.requests + 1, slo_itl_s) - had
 
 
 def _follow(prefill: LegChoice, whole: LegChoice, view: RequestView) -> tuple[LegChoice | None, str]:

@@ -57,9 +57,10 @@ class WorkSpread:
 
 
 class BusyShare:
-    """Measures which share of a pool's workers has had prompts to compute, over about the last BUSY_WINDOW_S."""
+    """Measures which share of some workers has had prompts to compute, over about the last `window_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = BUSY_WINDOW_S) -> None:
+        self._window_s = window_s
         self._busy = 0
         self._average = 0.0
         self._weight = 0.0  # grows to 1 as the window fills
@@ -81,7 +82,7 @@ class BusyShare:
             self._at = now
         elapsed_s = now - self._at
         if elapsed_s > 0:
-            kept = math.exp(-elapsed_s / BUSY_WINDOW_S)
+            kept = math.exp(-elapsed_s / self._window_s)
             self._average = self._average * kept + self._busy * (1 - kept)
             self._weight = self._weight * kept + (1 - kept)
             self._at = now

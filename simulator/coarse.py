@@ -1,8 +1,8 @@
 """Simulate a fleet in a tenth of the time: prompts and answers as amounts of work, without blocks, hashes and steps.
 
 The exact world (`simulator/world.py`) runs the live router and schedulers. This world keeps what sizes a fleet: prompts
-that queue for a worker, answers that share a worker's steps, KV that is full, cold starts, drains, flips, and the same
-planner with the same observations. docs/simulator.md compares the two.
+that queue for a worker, answers that share a worker's steps, KV that is full, cold starts, drains, flips, the router's
+queue and what it refuses, and the same planner with the same observations. docs/simulator.md compares the two.
 """
 
 import heapq
@@ -14,8 +14,12 @@ from functools import lru_cache
 from itertools import count
 
 from planner.model import RoleFleet, WorkerLoad
+from protocol.ids import RequestId
 from protocol.messages import Role
+from router.load import PROMPTS_WINDOW_S
+from router.pressure import BusyShare
 from simulator.agenda import Agenda
+from simulator.coarse_router import CoarseRouter
 from simulator.config import SimConfig, pull_s_per_token_of, timing_of
 from simulator.hook import PlannerHook, PlannerLoop
 from simulator.records import Records
@@ -34,6 +38,7 @@ class CoarseRequest:
     request: SimRequest
     arrival_s: float
     context_tokens: int
+    request_id: RequestId
     placed_s: float = 0.0
     first_s: float = -1.0
     cached_tokens: int = 0
@@ -54,20 +59,44 @@ class CoarseWorker:
     turns_into: Role | None = None
     assigned: int = 0
     free_s: float = 0.0  # when all its prompts are computed
-    prompts: deque[tuple[float, int]] = field(default_factory=deque)  # when computed, tokens
+    prompts: deque[tuple[float, int, float]] = field(default_factory=deque)  # when computed, tokens, seconds
     queued_tokens: int = 0
+    with_prompts: BusyShare = field(default_factory=lambda: BusyShare(PROMPTS_WINDOW_S))
     at_s: float = 0.0  # until when the answers are advanced
     tokens: float = 0.0
     answers: list[tuple[float, int, CoarseRequest]] = field(
         default_factory=list
     )  # heap; first: its `tokens` at the end
-    waiting: deque[CoarseRequest] = field(default_factory=deque)  # for KV
+    waiting: deque[CoarseRequest] = field(default_factory=deque)  # for KV, or until another answer ends
+    waiting_tokens: int = 0  # of KV, that they will take
     kv_tokens: int = 0
     wakes: int = 0
 
+    @property
+    def requests(self) -> int:
+        """The requests that it answers, or will when their prompts are computed."""
+        return self.assigned if self.role is Role.PREFILL else len(self.answers) + len(self.waiting) + len(self.prompts)
+
+    def left_tokens(self, now: float) -> float:
+        """Return the prompt tokens that are not computed yet."""
+        if not self.prompts:
+            return 0.0
+        ends_s, tokens, service_s = self.prompts[0]
+        return self.queued_tokens - tokens * (1 - min(1.0, (ends_s - now) / service_s))
+
+    def take_prompt(self, tokens: int, service_s: float, now: float) -> None:
+        if not self.prompts:
+            self.with_prompts.change(+1, now)
+        self.free_s = max(now, self.free_s) + service_s
+        self.prompts.append((self.free_s, tokens, service_s))
+        self.queued_tokens += tokens
+
     def forget_computed(self, now: float) -> None:
         while self.prompts and self.prompts[0][0] <= now:
-            self.queued_tokens -= self.prompts.popleft()[1]
+            ended_s, tokens, _ = self.prompts.popleft()
+            self.queued_tokens -= tokens
+            if not self.prompts:
+                self.with_prompts.change(-1, ended_s)
 
 
 class RecentBlocks:
@@ -171,10 +200,11 @@ class CoarseWorld:
         self._fleet = CoarseFleet(config)
         self._records = Records(config)
         self._cache = RecentBlocks()
-        self._queue: deque[CoarseRequest] = deque()  # in the router
-        self._queue_tokens = 0
+        self._router = CoarseRouter(config)
+        self._waiting: dict[RequestId, CoarseRequest] = {}  # in the router
         self._numbers = count()
         self._open = 0
+        self._placed = 0  # of these, on workers
         self._pull_s_per_token = pull_s_per_token_of(config)
         self._most_queued = config.saturation_tokens or 1 << 60
         prefill, decode = (timing_of(config, is_prefill=is_prefill) for is_prefill in (True, False))
@@ -194,7 +224,7 @@ class CoarseWorld:
                 agenda,
                 self._fleet,
                 self._records,
-                unplaced_tokens=lambda: self._queue_tokens,
+                unplaced_tokens=lambda: self._router.isl_tokens,
                 bring_up_to_now=self._bring_up_to_now,
                 order=self._order,
                 leave=self._leave,
@@ -217,25 +247,47 @@ class CoarseWorld:
 
     def _submit(self, facts: SimRequest) -> None:
         half_a_block = self._config.block_size // 2  # the last block is half full on average
-        request = CoarseRequest(facts, facts.arrival_s, facts.isl_tokens + facts.osl_tokens // 2 + half_a_block)
-        self._open += 1
+        context_tokens = facts.isl_tokens + facts.osl_tokens // 2 + half_a_block
+        request = CoarseRequest(facts, facts.arrival_s, context_tokens, RequestId(str(next(self._numbers))))
         self._records.arrived(request)
-        self._queue.append(request)
-        self._queue_tokens += request.request.isl_tokens
+        self._open += 1
+        if not self._router and (worker := self._with_room()) is not None:
+            self._compute(request, worker)
+            return
+        self._waiting[request.request_id] = request
+        for refused in self._router.push(request.request_id, facts, self._agenda.now):
+            self._records.failed(self._waiting.pop(refused))
+            self._open -= 1
         self._dispatch()
 
     def _dispatch(self) -> None:
         """Place the requests that wait in the router while a worker has room for a prompt."""
-        while self._queue:
-            worker = self._with_room(Role.PREFILL) or self._with_room(self._fleet.decoding_role)
-            if worker is None or not self._fleet.of(self._fleet.decoding_role):
-                return
-            request = self._queue.popleft()
-            self._queue_tokens -= request.request.isl_tokens
-            self._compute(request, worker)
+        while (request_id := self._router.pop(self._agenda.now, lambda: self._with_room() is not None)) is not None:
+            worker = self._with_room()
+            assert worker is not None
+            self._compute(self._waiting.pop(request_id), worker)
 
-    def _with_room(self, role: Role) -> CoarseWorker | None:
-        """Return the ready worker with the shortest queue of prompts; None if that is too long."""
+    def _with_room(self) -> CoarseWorker | None:
+        """Return the worker for the next prompt; None if all that may compute it have enough to do."""
+        decoding_role = self._fleet.decoding_role
+        if self._placed >= len(self._fleet.of(decoding_role)) * self._config.max_num_seqs:
+            return None
+        prefill, decode = self._least_queued(Role.PREFILL), self._least_queued(decoding_role)
+        if decode is None:
+            return None
+        now = self._agenda.now
+        if prefill is not None and prefill.left_tokens(now) < self._most_queued:
+            return prefill
+        if decode.left_tokens(now) >= self._most_queued:
+            return None
+        if prefill is not None:
+            had = decode.with_prompts.of(1, now)
+            if decode.left_tokens(now) >= prefill.left_tokens(now) or self._router.spare_share(decode.requests) <= had:
+                return None
+        return decode
+
+    def _least_queued(self, role: Role) -> CoarseWorker | None:
+        """Return the ready worker with the shortest queue of prompts."""
         now, best = self._agenda.now, None
         for worker in self._fleet.workers:
             if worker.role is role and worker.state is _READY:
@@ -246,7 +298,7 @@ class CoarseWorld:
                     or (worker.free_s <= now and worker.assigned < best.assigned)
                 ):
                     best = worker
-        return best if best is not None and best.queued_tokens <= self._most_queued else None
+        return best
 
     def _compute(self, request: CoarseRequest, worker: CoarseWorker) -> None:
         now, facts = self._agenda.now, request.request
@@ -254,12 +306,14 @@ class CoarseWorld:
         held = self._cache.use(facts.names, caches * self._config.blocks)
         request.cached_tokens = request.predicted_tokens = min(held * self._config.block_size, facts.isl_tokens - 1)
         request.placed_s = now
+        self._placed += 1
         worker.assigned += 1
         tokens = facts.isl_tokens - request.cached_tokens
         service_s = self._prompt_s(worker.role, tokens)
-        worker.free_s = max(now, worker.free_s) + service_s
-        worker.prompts.append((worker.free_s, tokens))
-        worker.queued_tokens += tokens
+        ready = self._fleet.of(self._fleet.decoding_role)
+        running = sum(each.requests for each in ready) // max(1, len(ready))
+        self._router.placed(request.request_id, tokens, worker.queued_tokens, running, now)
+        worker.take_prompt(tokens, service_s, now)
         if worker.role is not Role.PREFILL:  # the answers of this worker wait for the prompt
             self._advance(worker)
             worker.at_s += service_s
@@ -275,6 +329,7 @@ class CoarseWorld:
         now = self._agenda.now
         request.first_s = now
         self._records.began(request, now + self._config.hop_s)
+        self._router.began(request.request_id, now)
         worker.forget_computed(now)
         if worker.role is Role.PREFILL or worker.state is not _READY:
             pulled_s = request.request.isl_tokens * self._pull_s_per_token + 2 * self._config.hop_s
@@ -292,10 +347,11 @@ class CoarseWorld:
         if worker is None and not ready:
             self._agenda.later(1.0, self._answer, request, None)
             return
-        worker = worker or min(ready, key=lambda each: (each.kv_tokens, each.assigned))
+        worker = worker or min(ready, key=lambda each: (each.kv_tokens + each.waiting_tokens, each.assigned))
         worker.assigned += 1
         self._advance(worker)
         worker.waiting.append(request)
+        worker.waiting_tokens += request.context_tokens
         self._admit(worker)
         self._plan_wake(worker)
 
@@ -306,6 +362,7 @@ class CoarseWorld:
             if worker.answers and worker.kv_tokens + request.context_tokens > config.total_kv_tokens:
                 return
             worker.waiting.popleft()
+            worker.waiting_tokens -= request.context_tokens
             worker.kv_tokens += request.context_tokens
             ends = worker.tokens + max(0, request.request.osl_tokens - 1)
             heapq.heappush(worker.answers, (ends, next(self._numbers), request))
@@ -325,7 +382,9 @@ class CoarseWorld:
             worker.tokens, worker.at_s = max(worker.tokens, ends), max(worker.at_s, end_s)
             worker.kv_tokens -= request.context_tokens
             self._records.ended(request, end_s + self._config.hop_s)
+            self._router.ended(request.request_id, request.request.osl_tokens, worker.requests, end_s)
             self._open -= 1
+            self._placed -= 1
             worker.assigned -= 1
             self._admit(worker)
         worker.at_s = max(worker.at_s, now)
@@ -343,6 +402,7 @@ class CoarseWorld:
         if number == worker.wakes:
             self._bring_up_to_now(worker)
             self._check_drained(worker)
+            self._dispatch()
 
     # --- the fleet ----------------------------------------------------------------------------------------
 
@@ -352,7 +412,7 @@ class CoarseWorld:
         self._plan_wake(worker)
 
     def _sample(self) -> None:
-        next_s = self._records.sample(self._agenda.now, self._fleet, len(self._queue))
+        next_s = self._records.sample(self._agenda.now, self._fleet, len(self._router))
         self._agenda.at(next_s, self._sample)
 
     def _order(self, role: Role) -> None:

@@ -26,6 +26,7 @@ class SimRouters:
         rules = RouterRules(
             policy=config.policy,
             saturation=limits,
+            slo_itl_s=config.itl_slo_s,
             recompute_price=config.recompute_price,
             admission=AdmissionRules(is_on=config.admission),
         )

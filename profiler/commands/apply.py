@@ -100,7 +100,7 @@ def mesh_of(request: DeploymentRequest, deployment: Deployment, out: Path) -> tu
     engine = request.engine or decode.engine
     up = UpConfig(engine=engine, port=request.port, prefill=option.prefill_workers, decode=option.decode_workers)
     up = replace(up, model_path=request.model_path) if request.model_path else up
-    sizes = {"max_num_seqs": decode.max_num_seqs, "max_step_tokens": decode.max_step_tokens}
+    sizes = {"max_num_seqs": min(option.batch, decode.max_num_seqs), "max_step_tokens": decode.max_step_tokens}
     goal = deployment.goal
     given = {
         "slo": request.slo,

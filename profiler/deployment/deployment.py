@@ -98,7 +98,8 @@ def sizing_flags(profile: Profile, batch: int) -> list[str]:
     flags = ["--dp-size", str(mapping.ranks)] if kind.has_ranks and mapping.has_ranks else []
     if kind.mapping_flags is not None:
         return [*flags, f"--engine-args={' '.join(kind.mapping_flags(mapping, batch))}"]
-    return [*flags, "--max-num-seqs", str(profile.max_num_seqs), "--max-step-tokens", str(profile.max_step_tokens)]
+    most = min(batch, profile.max_num_seqs) if batch else profile.max_num_seqs
+    return [*flags, "--max-num-seqs", str(most), "--max-step-tokens", str(profile.max_step_tokens)]
 
 
 def title_of(deployment: Deployment) -> str:
