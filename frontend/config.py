@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from mesh.discovery import DiscoveryUrl
 from mesh.identity.credentials import MeshTls
 from mesh.telemetry import LogFormat, LogLevel, Namespace
+from router.rules import DEFAULT_SLO_ITL_S
 
 
 class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +128,7 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slo_ttft_s: Annotated[float, Meta(gt=0, description="SLO: a request whose first token comes later missed it")] = 2.0
     slo_itl_s: Annotated[
         float, Meta(gt=0, description="SLO: a request whose mean gap between tokens is longer missed it")
-    ] = 0.1
+    ] = DEFAULT_SLO_ITL_S
     gen_ai_metrics: Annotated[
         bool, Meta(description="also count under OpenTelemetry's names for generative AI, gen_ai_*")
     ] = False

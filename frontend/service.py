@@ -226,7 +226,7 @@ async def open_router(
     if config.router == "remote":
         remote = RemoteRouter(plane, FallbackRouter(workers))
         return OpenedRouter(remote, remote.is_ready, remote.run(discovery), remote.note)
-    local = LocalRouter(named_for(config, router_config), plane, workers)
+    local = LocalRouter(embedded_config(config, router_config), plane, workers)
     cleanup.push_async_callback(local.close)
     if local.gossip is None:
         return OpenedRouter(local, always, None)
@@ -338,9 +338,13 @@ def always() -> bool:
     return True
 
 
-def named_for(config: FrontendConfig, router_config: RouterConfig) -> RouterConfig:
-    """Other routers tell it from those in other frontends, and from that in the process before this one."""
-    return structs.replace(router_config, name=f"{config.name}-{new_generation():x}")
+def embedded_config(config: FrontendConfig, router_config: RouterConfig) -> RouterConfig:
+    """Return the settings of the router in this frontend: with a name of its own, and the frontend's SLO by default.
+
+    By the name other routers tell it from those in other frontends, and from the one in the process before this one.
+    """
+    slo_itl_s = config.slo_itl_s if router_config.slo_itl_s is None else router_config.slo_itl_s
+    return structs.replace(router_config, name=f"{config.name}-{new_generation():x}", slo_itl_s=slo_itl_s)
 
 
 def kept_responses(config: FrontendConfig) -> KeptResponses | None:

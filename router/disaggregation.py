@@ -46,7 +46,9 @@ def decide(
 ) -> Decision:
     """Decide between one worker and two, with the reason.
 
-    cached_tokens: of the prompt, on the decode worker that would serve the request alone. wish: of the caller.
+    cached_tokens: of the prompt, on the decode worker that would serve the request alone. wish: of the caller. Where
+    prefill workers are the bottleneck, the decode worker computes the prompt if its answers can bear it; if not, the
+    request is for two workers and waits for a prefill worker.
     """
     if not prefill_ready:
         return Decision(False, "no prefill worker is ready")

@@ -10,7 +10,7 @@ from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S
 from router.queue import QueueRules
 from router.selection import Weights
 
-DEFAULT_SLO_ITL_S = 0.1
+DEFAULT_SLO_ITL_S = 0.1  # also of frontends, which count by it
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 import pytest
 
+from frontend.config import FrontendConfig
 from mesh.config import load
 from protocol.errors import ConfigError
 from router.config import RouterConfig, rules_of
 from router.queue import QueueRules
-from router.rules import RouterRules
+from router.rules import DEFAULT_SLO_ITL_S, RouterRules
 from router.selection import Weights
 
 
@@ -26,7 +27,8 @@ def test_every_setting_reaches_the_rules() -> None:
             "--object-weight=0.2", "--temperature=0.1", "--local-prefill-max-tokens=7", "--local-prefill-max-share=0.1",
             "--saturation-tokens=9", "--saturation-requests-share=2", "--saturation-blocks-share=0.9",
             "--queue-order=fcfs", "--queue-max-requests=5", "--queue-max-tokens=50", "--queue-aging-tokens-per-s=10",
-            "--affinity-ttl-s=60", "--predict-ttl-s=0", "--approximate-ttl-s=1", "--lease-s=30", "--ramp-s=0",
+            "--slo-itl-s=0.03", "--affinity-ttl-s=60", "--predict-ttl-s=0", "--approximate-ttl-s=1", "--lease-s=30",
+            "--ramp-s=0",
         )
     )  # fmt: skip
     assert (rules.policy, rules.recompute_price, rules.temperature) == ("power-of-two", 3, 0.1)
@@ -36,8 +38,17 @@ def test_every_setting_reaches_the_rules() -> None:
     assert (rules.saturation.queued_tokens, rules.saturation.requests_share) == (9, 2)
     assert rules.saturation.blocks_share == 0.9
     assert rules.queue == QueueRules(order="fcfs", max_requests=5, max_tokens=50, aging_tokens_per_s=10)
+    assert rules.slo_itl_s == 0.03
     assert (rules.affinity_ttl_s, rules.predict_ttl_s, rules.approximate_ttl_s) == (60, 0, 1)
     assert (rules.lease_s, rules.ramp_s) == (30, 0)
+
+
+def test_a_router_and_a_frontend_mean_one_slo_by_default() -> None:
+    assert rules_of(RouterConfig()).slo_itl_s == FrontendConfig().slo_itl_s == DEFAULT_SLO_ITL_S
+
+
+def test_an_slo_of_0_is_kept() -> None:
+    assert rules_of(read("--slo-itl-s=0")).slo_itl_s == 0
 
 
 def test_a_limit_of_0_is_none() -> None:
@@ -48,7 +59,9 @@ def test_a_limit_of_0_is_none() -> None:
     assert rules_of(read(*off)).saturation is None
 
 
-@pytest.mark.parametrize("flag", ["--policy=best", "--lease-s=0", "--host-weight=2", "--name=", "--http-port=70000"])
+@pytest.mark.parametrize(
+    "flag", ["--policy=best", "--lease-s=0", "--host-weight=2", "--name=", "--http-port=70000", "--slo-itl-s=-1"]
+)
 def test_what_makes_no_sense_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=flag.partition("=")[0]):
         read(flag)
