@@ -74,10 +74,15 @@ def frontend_flags(config: ClusterConfig) -> list[str]:
 
 def read_frontend(config: ClusterConfig, config_file: str, environ: Mapping[str, str]) -> FrontendConfig:
     """Return the settings that the frontend's process will find. Raises ConfigError."""
-    flags = [*frontend_flags(config), *(["--config", config_file] if config_file else [])]
+    flags = frontend_argv(config, config_file)
     return load(
         FrontendConfig, flags, environ, prefix="KVMESH_FRONTEND_", prog="python -m frontend", section="frontend"
     )
+
+
+def frontend_argv(config: ClusterConfig, config_file: str) -> list[str]:
+    """Return the frontend's own flags, and the one that names the file with its table."""
+    return [*frontend_flags(config), *(["--config", config_file] if config_file else [])]
 
 
 def worker_spec(config: ClusterConfig, role: Role, name: str, run_dir: Path) -> ProcessSpec:

@@ -28,6 +28,7 @@ from cluster.processes import (
     worker_spec,
 )
 from cluster.run_folder import PREFIX, claim, let_go, remove_left_folders
+from cluster.slo import with_one_slo
 from frontend.config import FrontendConfig
 from mesh.discovery import Discovery, Put, open_discovery
 from mesh.identity.credentials import Credentials
@@ -189,6 +190,7 @@ async def running_cluster(
 
     After a failure the logs stay, and the error's text says where they are.
     """
+    config = with_one_slo(config, planner, config_file, os.environ)
     frontend = read_frontend(config, config_file, os.environ)
     run_dir = make_run_dir(config.up.run_dir)
     discovery = open_discovery(discovery_of(run_dir))

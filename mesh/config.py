@@ -43,6 +43,10 @@ class Group(NamedTuple):
     left_out: frozenset[str] = frozenset()  # names that the command decides itself
 
 
+class _Nothing(msgspec.Struct):
+    """A schema without options."""
+
+
 class Given(NamedTuple):
     """A value that somebody set, and the place where. Every error about the value begins with `source`."""
 
@@ -133,6 +137,21 @@ def load_with_groups(
     settings = _build(schema, own, {name: value for name, value in given.items() if name in own}, prefix, prog)
     passed_on = [{name: _value(group[name], given[name]) for name in group if name in given} for group in offered]
     return settings, passed_on
+
+
+def load_given(
+    schema: type[msgspec.Struct],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prefix: str,
+    prog: str,
+    section: str | None = None,
+) -> dict[str, Any]:
+    """Return the values that somebody gave, without the defaults, where `load` reads them. Raises ConfigError."""
+    group = Group("", schema)
+    _, [values] = load_with_groups(_Nothing, [group], argv, environ, prefix=prefix, prog=prog, section=section)
+    return values
 
 
 def _group_options(group: Group, own: Mapping[str, "_Option"]) -> dict[str, "_Option"]:

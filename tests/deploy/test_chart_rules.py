@@ -264,6 +264,30 @@ def test_the_planner_scales_workloads_that_its_role_names() -> None:
                 assert name in rule["resourceNames"] and set(rule["verbs"]) == verbs
 
 
+SLO = ("planner.enabled=true", 'planner.settings={"ttft_slo_s":0.7,"itl_slo_s":0.03}')
+SEPARATE = "router.separate=true"
+
+
+def slo_of(part: str, *settings: str) -> dict[str, str]:
+    """Return what the variables of a part's container say of the SLO."""
+    _, environ = in_a_pod(container_of(rendered("values-tiny.yaml", *settings), f"demo-{part}"))
+    return {name.removeprefix("KVMESH_"): text for name, text in environ.items() if "SLO" in name}
+
+
+def test_frontends_and_routers_have_the_slo_of_the_planner() -> None:
+    assert slo_of("frontend") == slo_of("frontend", SLO[1]) == slo_of("router", SEPARATE) == {}
+    assert slo_of("frontend", *SLO) == {"FRONTEND_SLO_TTFT_S": "0.7", "FRONTEND_SLO_ITL_S": "0.03"}
+    assert slo_of("router", SEPARATE, *SLO) == {"ROUTER_SLO_ITL_S": "0.03"}
+    assert slo_of("picker", "endpointPicker.enabled=true", *SLO) == {"ROUTER_SLO_ITL_S": "0.03"}
+
+
+def test_an_slo_of_their_own_wins() -> None:
+    own = 'frontend.settings={"slo_itl_s":0.2}'
+    assert slo_of("frontend", own, *SLO) == {"FRONTEND_SLO_TTFT_S": "0.7", "FRONTEND_SLO_ITL_S": "0.2"}
+    assert slo_of("router", SEPARATE, own, *SLO) == {"ROUTER_SLO_ITL_S": "0.2"}
+    assert slo_of("router", SEPARATE, 'router.settings={"slo_itl_s":0}', own, *SLO) == {"ROUTER_SLO_ITL_S": "0"}
+
+
 def test_workers_and_routers_have_users_of_their_own_at_nats() -> None:
     objects = rendered("values-tiny.yaml", *NATS, "router.separate=true")
     for workload, user in (("demo-prefill", "worker"), ("demo-decode", "worker"), ("demo-router", "router")):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from mesh.config import describe, load, to_flags, usage
+from mesh.config import describe, load, load_given, to_flags, usage
 from protocol.errors import ConfigError
 
 
@@ -82,6 +82,13 @@ def test_lists_come_with_commas_or_one_by_one() -> None:
     assert read("--peers=[::1]:80").peers == ("[::1]:80",)
     assert read("--ranks=").ranks == ()
     assert read(env={"KVMESH_ROUTER_RANKS": "1, 2"}).ranks == (1, 2)
+
+
+def test_what_somebody_gave_is_told_apart_from_defaults(tmp_path: Path) -> None:
+    path = toml(tmp_path, "[router]\nblock_size = 64\n")
+    argv, env = ["--config", path, "--verbose"], {"KVMESH_ROUTER_NAME": "router", "KVMESH_ROUTER_TOKEN": ""}
+    found = load_given(Settings, argv, env, prefix="KVMESH_ROUTER_", prog="router", section="router")
+    assert found == {"block_size": 64, "name": "router", "verbose": True}
 
 
 def test_none_is_given_by_the_negated_flag() -> None:

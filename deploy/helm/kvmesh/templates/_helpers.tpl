@@ -181,6 +181,27 @@ httpGet: {path: {{ .path }}, port: {{ .port }}{{ if .root.Values.meshTls.enabled
 {{ end }}
 {{- end }}
 
+{{- /* The frontend's settings. What they do not say of the SLO, the planner's do: counting and planning mean one SLO. */ -}}
+{{- define "kvmesh.frontendSettings" -}}
+{{- $found := deepCopy .Values.frontend.settings }}
+{{- range $own, $planned := dict "slo_ttft_s" "ttft_slo_s" "slo_itl_s" "itl_slo_s" }}
+{{- if and $.Values.planner.enabled (hasKey $.Values.planner.settings $planned) (not (hasKey $found $own)) }}
+{{- $_ := set $found $own (get $.Values.planner.settings $planned) }}
+{{- end }}
+{{- end }}
+{{- toJson $found }}
+{{- end }}
+
+{{- /* Settings of a router with pods of its own. It spares answers by the frontend's SLO, unless they say another. */ -}}
+{{- define "kvmesh.routerSettings" -}}
+{{- $found := deepCopy .settings }}
+{{- $frontend := include "kvmesh.frontendSettings" .root | fromJson }}
+{{- if and (hasKey $frontend "slo_itl_s") (not (hasKey $found "slo_itl_s")) }}
+{{- $_ := set $found "slo_itl_s" $frontend.slo_itl_s }}
+{{- end }}
+{{- toJson $found }}
+{{- end }}
+
 {{- define "kvmesh.variable" -}}
 - name: {{ .name }}
   value: {{ kindIs "string" .value | ternary .value (toJson .value) | quote }}
