@@ -62,9 +62,23 @@ def test_a_sooner_decode_worker_helps_out_full_prefill_workers(
     assert decide(1000, 0, True, None, RULE, Backlog(there, here, is_full)).disaggregate is disaggregate
 
 
+@pytest.mark.parametrize(("spare_share", "disaggregate"), [(0.01, False), (0.0, True), (-0.5, True)])
+def test_a_decode_worker_helps_while_its_answers_can_bear_it(spare_share: float, disaggregate: bool) -> None:
+    backlog = Backlog(6000, 1000, is_full=True, spare_share=spare_share)
+    assert decide(1000, 0, True, None, RULE, backlog).disaggregate is disaggregate
+
+
+def test_a_small_rest_and_a_wish_outweigh_the_answers() -> None:
+    backlog = Backlog(6000, 1000, is_full=True, spare_share=-1.0)
+    assert not decide(1000, 950, True, None, RULE, backlog).disaggregate
+    assert not decide(1000, 0, True, False, RULE, backlog).disaggregate
+
+
 def test_the_reason_names_the_numbers() -> None:
     assert decide(1000, 100, True, None, RULE).reason == "900 of 1000 prompt tokens are to compute"
     assert "only 50 of 1000" in decide(1000, 950, True, None, RULE).reason
     reason = decide(1000, 0, True, None, RULE, Backlog(6000.4, 1000, is_full=True)).reason
     assert "6000 tokens to compute there" in reason
     assert "1000 here" in reason
+    waits = decide(1000, 0, True, None, RULE, Backlog(6000, 1000, is_full=True, spare_share=0.0)).reason
+    assert waits.startswith("answers on the decode worker need its time, though 6000 tokens")

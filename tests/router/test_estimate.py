@@ -26,6 +26,24 @@ def test_a_request_without_a_length_has_no_estimate() -> None:
     assert times_of(LEAST).estimate(100, 0) is None
 
 
+def test_a_worker_of_which_nothing_is_known_has_all_its_time_to_spare() -> None:
+    assert ServiceTimes().spare_share(4, 0.1) == 1.0
+    assert times_of(LEAST - 1, itl_s=0.5).spare_share(4, 0.1) == 1.0
+
+
+def test_slower_answers_leave_less_time_to_spare() -> None:
+    shares = [times_of(LEAST, itl_s=itl_s).spare_share(4, 0.1) for itl_s in (0.01, 0.05, 0.08, 0.2)]
+    assert shares == pytest.approx([0.7, 0.3, 0.0, -1.2])
+
+
+def test_more_sequences_leave_less_time_to_spare() -> None:
+    times = ServiceTimes()
+    for running in range(1, 2 * LEAST):
+        times.ended(running, 0.01 + 0.002 * running)
+    assert times.spare_share(10, 0.1) == pytest.approx(0.5)
+    assert times.spare_share(40, 0.1) == pytest.approx(-0.1)
+
+
 def test_an_estimate_is_made_of_prompt_and_expected_tokens() -> None:
     found = times_of(LEAST).estimate(100, 100)
     assert found is not None

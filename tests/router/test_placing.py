@@ -1,17 +1,20 @@
 """A request runs on one worker or two, chosen by overlap, load and its wishes."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import NoWorkerError
-from protocol.ids import WorkerId
-from protocol.messages import CardTier, WorkerCard
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import CardTier, Placed, WorkerCard
 from protocol.tiers import Tier
 from router.core import RouterState
 from router.disaggregation import LocalPrefill
+from router.estimate import LEAST
+from router.load import Share
 from router.policies import Policy
 from router.selection import Weights
 from tests.support.routing import (
@@ -20,6 +23,7 @@ from tests.support.routing import (
     TOKENS,
     A,
     P,
+    at,
     busy,
     card,
     done,
@@ -79,6 +83,77 @@ def test_a_decode_worker_helps_out_full_prefill_workers() -> None:
     assert placed.reason.endswith("320 here")
     done(state, "r1")
     assert where(state.place(request("r3", prompt(3)), 0.0)) == ("p", "d")
+
+
+def beside_a_full_prefill_worker(
+    itl_s: float, *, answers: int = 1, measured: int = LEAST, **rules: object
+) -> RouterState:
+    """Return a router that has measured an ITL, with a full prefill worker and a decode worker with answers."""
+    state = router(card("p", P), card("d"), saturation=ONE_AT_A_TIME, **rules)
+    ends_s, answering = 10 * itl_s, "d"
+    for number in range(measured):
+        name = busy(state, "d", 100 + number)
+        done(state, name)
+        state.progress(RequestId(name), 11, ends_s)
+        end(state, name, now=ends_s)
+    for number in range(answers):
+        done(state, busy(state, "d", 200 + number, now=ends_s), now=ends_s)
+    if not answers:  # then the prompt on the prefill worker must not become one
+        state.add_worker(card(answering := "e"))
+    place(state, "on p", prompt(1), ends_s, disaggregate=True, pin=WorkerId(answering))
+    return state
+
+
+def helps(state: RouterState, now: float, name: str = "r", number: int = 2) -> bool:
+    """Return whether the decode worker computes a new prompt at once. If not, the request waits."""
+    submit(state, name, prompt(number), now)
+    outcomes = state.dispatch(now)
+    if not outcomes:
+        assert state.waiting
+        return False
+    [(_, placed)] = outcomes
+    assert isinstance(placed, Placed)
+    return placed.prefill is None
+
+
+def test_a_decode_worker_with_slow_answers_takes_no_prompt() -> None:
+    state = beside_a_full_prefill_worker(0.09, slo_itl_s=0.1)
+    assert not helps(state, 1.0)
+    done(state, "on p", now=2.0)
+    [(_, placed)] = state.dispatch(2.0)
+    assert isinstance(placed, Placed)
+    assert where(placed) == ("p", "d")
+
+
+def test_a_decode_worker_with_fast_answers_takes_a_prompt() -> None:
+    assert helps(beside_a_full_prefill_worker(0.02, slo_itl_s=0.1), 1.0)
+    assert not helps(beside_a_full_prefill_worker(0.02, slo_itl_s=0.02), 1.0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"answers": 0, "slo_itl_s": 0.1}, {"measured": LEAST - 1, "slo_itl_s": 0.1}, {"slo_itl_s": 0.0}],
+    ids=["no answers", "nothing measured", "no limit"],
+)
+def test_without_answers_measurements_or_an_slo_help_has_no_limit(more: dict[str, Any]) -> None:
+    assert helps(beside_a_full_prefill_worker(0.5, **more), 6.0)
+
+
+def test_a_decode_worker_that_has_had_prompts_for_a_while_rests() -> None:
+    state = beside_a_full_prefill_worker(0.02, slo_itl_s=0.1)
+    assert helps(state, 1.0, "for long")
+    done(state, "for long", now=21.0)
+    assert not helps(state, 21.0, number=3)
+    [(_, placed)] = state.dispatch(31.0)
+    assert isinstance(placed, Placed)
+    assert where(placed) == (None, "d")
+
+
+def test_prompts_of_other_routers_count_as_help() -> None:
+    state = beside_a_full_prefill_worker(0.02, slo_itl_s=0.1)
+    state.load.set_elsewhere("two", {at("d"): Share(100, 50, 1)}, 1.0)
+    state.load.set_elsewhere("two", {at("d"): Share(0, 50, 1)}, 21.0)
+    assert not helps(state, 21.0)
 
 
 def test_a_fast_decode_worker_helps_out_despite_more_work() -> None:
