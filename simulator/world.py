@@ -289,7 +289,9 @@ class World:
         self._follow(worker)
 
     def _end(self, request: OpenRequest) -> None:
-        self._routers.states[request.router].free(request.route.request_id, self._agenda.now)
+        state, request_id = self._routers.states[request.router], request.route.request_id
+        state.admission.finished(request_id, request.request.osl_tokens)
+        state.free(request_id, self._agenda.now)
         self._records.ended(request, self._agenda.now + self._config.hop_s)
         self._on_answer(request.answer(self._agenda.now, self._config.hop_s))
         self._forget(request)

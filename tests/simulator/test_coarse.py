@@ -7,7 +7,7 @@ from planner.model import Action, Flip, Observation, ScalingDecision
 from planner.profiles import polynomial_profile
 from simulator import PlannerHook, SimConfig, SimRequest, simulate
 from simulator.coarse import simulate_coarsely
-from simulator.loads import Shape, constant, synthesize
+from simulator.loads import Rate, Shape, constant, synthesize
 from simulator.requests import thread_names
 
 PROFILE = polynomial_profile(400_000, 256, 8192, 1 / 24)
@@ -24,7 +24,6 @@ def config(prefill: int = 4, decode: int = 6, **changes: object) -> SimConfig:
             block_size=BLOCK,
             prefill_profile=PROFILE,
             decode_profile=PROFILE,
-            saturation_tokens=40_000,
             start_s=60.0,
             ttft_slo_s=6.0,
             itl_slo_s=0.4,
@@ -35,6 +34,12 @@ def config(prefill: int = 4, decode: int = 6, **changes: object) -> SimConfig:
 
 def requests(rps: float = 1.5, seconds: float = 400.0) -> list[SimRequest]:
     return list(synthesize(constant(rps), seconds, Shape(3000, 150, 0.5), seed=3, block_size=BLOCK))
+
+
+def burst() -> list[SimRequest]:
+    """Requests that come four times as often for 50 s."""
+    rate = Rate(lambda at_s: 4.0 if 150 <= at_s < 200 else 1.0, 4.0)
+    return list(synthesize(rate, 400.0, Shape(3000, 150, 0.5), seed=3, block_size=BLOCK))
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 6), (4, 3), (3, 6)])
@@ -48,6 +53,47 @@ def test_the_coarse_world_agrees_with_the_exact_one(prefill: int, decode: int) -
     assert coarse.itl_s.p50 == pytest.approx(exact.itl_s.p50, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("load", "fleet"),
+    [
+        (burst(), config(4, 6)),
+        (burst(), config(2, 6)),
+        (burst(), config(4, 6, max_num_seqs=12)),
+        (requests(), config(2, 6)),
+        (requests(), config(1, 6)),
+        (requests(), config(4, 3, max_num_seqs=24)),
+    ],
+    ids=["burst", "burst, 2 prefill", "burst, 12 sequences", "2 prefill", "1 prefill", "24 sequences"],
+)
+def test_both_worlds_refuse_and_help_alike(load: list[SimRequest], fleet: SimConfig) -> None:
+    """Compare the worlds where prompts come faster than they are computed, or workers are full of answers."""
+    coarse, exact = simulate_coarsely(load, fleet), simulate(load, fleet)
+    assert exact.failed > 5
+    assert coarse.failed == pytest.approx(exact.failed, abs=0.02 * len(load))
+    assert coarse.attainment == pytest.approx(exact.attainment, abs=0.03)
+    assert coarse.itl_s.p50 == pytest.approx(exact.itl_s.p50, rel=0.08)
+
+
+def test_decode_workers_help_less_where_tokens_must_come_sooner() -> None:
+    """The SLO of 1 s lets all answers have any gap, and that of 0.25 s leaves no time beside them."""
+    for world in (simulate_coarsely, simulate):
+        much, little = (world(burst(), config(2, 6, itl_slo_s=itl_slo_s)) for itl_slo_s in (1.0, 0.25))
+        assert much.itl_s.p90 > 1.2 * little.itl_s.p90
+        assert much.failed < little.failed
+
+
+def test_a_worker_runs_no_more_sequences_than_it_may() -> None:
+    most: list[int] = []
+
+    def decide(seen: Observation) -> ScalingDecision:
+        most.extend(load.running for load in seen.decode_loads)
+        return ScalingDecision(at_s=seen.at_s, loop="none", action=Action.SCALE, prefill=4, decode=3)
+
+    report = simulate_coarsely(requests(), config(4, 3, max_num_seqs=8), PlannerHook(decide, 5.0, 5.0))
+    assert max(most) == 8
+    assert report.failed > 0
+
+
 def ordering(**counts: int) -> PlannerHook:
     def decide(seen: Observation) -> ScalingDecision:
         return ScalingDecision(at_s=seen.at_s, loop="none", action=Action.SCALE, **counts)
@@ -56,12 +102,12 @@ def ordering(**counts: int) -> PlannerHook:
 
 
 def test_a_worker_costs_from_its_order_and_helps_after_its_start() -> None:
-    few = simulate_coarsely(requests(), config(2, 6))
-    more = simulate_coarsely(requests(), config(2, 6), ordering(prefill=4, decode=6))
-    at_once = simulate_coarsely(requests(), config(2, 6, start_s=0.0), ordering(prefill=4, decode=6))
+    few = simulate_coarsely(requests(), config(1, 6))
+    more = simulate_coarsely(requests(), config(1, 6), ordering(prefill=4, decode=6))
+    at_once = simulate_coarsely(requests(), config(1, 6, start_s=0.0), ordering(prefill=4, decode=6))
     assert few.attainment < more.attainment < at_once.attainment
-    assert more.started == 2
-    assert {(s.prefill_ready, s.prefill_starting) for s in more.timeline if 10 < s.at_s < 60} == {(2, 2)}
+    assert more.started == 3
+    assert {(s.prefill_ready, s.prefill_starting) for s in more.timeline if 10 < s.at_s < 60} == {(1, 3)}
 
 
 def test_a_worker_that_leaves_finishes_what_it_has() -> None:
