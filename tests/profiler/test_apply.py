@@ -83,6 +83,7 @@ def test_a_request_sets_goal_planner_and_workers(tmp_path: Path) -> None:
     assert up.up.prefill == deployment.option.prefill_workers and up.up.decode == deployment.option.decode_workers
     assert (planner.connector, planner.slo, planner.max_gpus, planner.start_s) == ("local", request.slo, 6, 3.0)
     assert planner.prefill_profile == str(tmp_path / "prefill.json")
+    assert up.worker["max_num_seqs"] == deployment.option.batch < deployment.decode.max_num_seqs
 
 
 def test_traffic_that_is_the_peak_becomes_the_planners_expectation(tmp_path: Path) -> None:

@@ -187,8 +187,11 @@ def test_more_vllm_ranks_than_a_worker_takes_are_warned_of() -> None:
     assert [reason.code for reason in warnings_of(deployment_of("vllm", "dep128"))] == ["dep", "dep"]
 
 
-def test_our_own_engines_get_sizes_as_worker_settings() -> None:
-    assert sizing_flags(profile_of("torch", "tp1"), 8) == ["--max-num-seqs", "256", "--max-step-tokens", "8192"]
+@pytest.mark.parametrize(("batch", "most"), [(8, "8"), (1000, "256"), (0, "256")])
+def test_our_own_engines_run_at_most_the_planned_batch(batch: int, most: str) -> None:
+    for engine in ("torch", "mock"):
+        flags = sizing_flags(profile_of(engine, "tp1"), batch)
+        assert flags == ["--max-num-seqs", most, "--max-step-tokens", "8192"]
 
 
 def test_every_started_engine_is_deployed() -> None:
