@@ -189,6 +189,8 @@ class _Call:
         if (booking := self._booking) is not None:
             stream = self._stream
             self._keeper.discard(booking)
+            if stream.events:  # without the last of them the gap between tokens would seem longer than it was
+                booking.progress(stream.events)
             booking.end(ok=stream.status < 500 and (stream.has_ended or not stream.sees_answer))
 
     async def _next(self) -> Heard | None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.picker.metrics import UNSEEN
 from protocol.messages import Role
+from router.local import LocalBooking
 from tests.frontend.picker.conftest import RunningPicker, running
 from tests.support.gateway import BUFFERED, CHAT, CHAT_PATH, DUPLEX, NONE, Picked, body_said, head, heard, said
 from tests.support.patience import PATIENCE_S
@@ -331,6 +332,30 @@ async def test_load_counts_until_the_answer_has_ended(picker: RunningPicker) -> 
     assert sent == [b"data: a\n\n", b"data: b\n\n"]
     await conversation.end()
     assert await picker.in_flight() == 0
+
+
+async def test_the_length_of_an_answer_is_known_when_it_ends(
+    picker: RunningPicker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router measures the gap between tokens with it: the reports before may be half a minute old."""
+    told: list[int | str] = []
+    progress, end = LocalBooking.progress, LocalBooking.end
+
+    def note_progress(booking: LocalBooking, osl_tokens: int | None = None) -> None:
+        told.append(osl_tokens or 0)
+        progress(booking, osl_tokens)
+
+    def note_end(booking: LocalBooking, *, ok: bool) -> None:
+        told.append("end")
+        end(booking, ok=ok)
+
+    monkeypatch.setattr(LocalBooking, "progress", note_progress)
+    monkeypatch.setattr(LocalBooking, "end", note_end)
+    conversation = picker.gateway.open()
+    await conversation.pick()
+    await conversation.respond(b"data: a\n\n", b"data: b\n\n", b"data: c\n\n")
+    await conversation.end()
+    assert told == [3, "end"]
 
 
 async def test_a_gateway_that_breaks_off_frees_the_load(picker: RunningPicker) -> None:
