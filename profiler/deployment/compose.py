@@ -10,8 +10,12 @@ SHARED_MEMORY = "8g"  # for the processes of one engine
 
 
 def compose_override(deployment: Deployment) -> str:
-    """Return an override of docker-compose.yml: its workers, and the settings of its planner."""
+    """Return an override of docker-compose.yml: its workers, the settings of its planner, and the SLO of all parts."""
     services = {role: _compose_worker(deployment, role) for role in ("prefill", "decode")}
+    ttft_slo_s, itl_slo_s = f"{deployment.goal.ttft_slo_s:g}", f"{deployment.goal.itl_slo_s:g}"
+    counting = {"KVMESH_FRONTEND_SLO_TTFT_S": ttft_slo_s, "KVMESH_FRONTEND_SLO_ITL_S": itl_slo_s}
+    services["frontend"] = {"environment": counting}
+    services["router"] = {"environment": {"KVMESH_ROUTER_SLO_ITL_S": itl_slo_s}}
     services["planner"] = {
         "command": ["python", "-m", "planner", "--config", f"{PLAN_FOLDER}/planner.toml", "--log-format", "json"],
         "volumes": [f"${{KVMESH_PLAN:?set it to the folder of this file}}:{PLAN_FOLDER}:ro"],

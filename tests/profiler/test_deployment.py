@@ -63,7 +63,7 @@ def recommended(plan: Path) -> dict[str, Any]:
 def test_the_override_fits_over_our_compose_file(plan: Path) -> None:
     override = yaml.safe_load((plan / "compose.override.yml").read_text())["services"]
     base = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert set(override) == {"prefill", "decode", "planner"}
+    assert set(override) == {"prefill", "decode", "planner", "frontend", "router"}
     assert set(override) <= set(base)
     option = recommended(plan)
     for role in ("prefill", "decode"):

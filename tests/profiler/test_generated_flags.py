@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from frontend.config import FrontendConfig
 from mesh.config import load
 from planner.config import ServiceConfig
 from profiler.deployment.chart import chart_values
@@ -17,6 +18,7 @@ from profiler.deployment.planner_settings import planner_toml
 from profiler.picks import Goal, Option
 from protocol.messages import Role
 from protocol.profile import Profile
+from router.config import RouterConfig
 from tests.support.chart import container_of, find_tool, in_a_pod, rendered
 from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
@@ -180,6 +182,14 @@ def test_the_generated_planner_files_are_read(engine: str, tmp_path: Path) -> No
         read = load(ServiceConfig, flags, {}, prefix="KVMESH_PLANNER_", prog="test", section="planner")
         kind = {"compose": "virtual"}.get(connector, connector)
         assert (read.connector, read.max_gpus, read.ttft_slo_s) == (kind, 16, 0.5)
+
+
+def test_the_generated_compose_file_has_one_slo_for_all_parts() -> None:
+    services = yaml.safe_load(compose_override(deployment_of("vllm", "tp4")))["services"]
+    frontend, router = (services[part]["environment"] for part in ("frontend", "router"))
+    read = load(FrontendConfig, [], frontend, prefix="KVMESH_FRONTEND_", prog="test")
+    assert (read.slo_ttft_s, read.slo_itl_s) == (0.5, 0.02)
+    assert load(RouterConfig, [], router, prefix="KVMESH_ROUTER_", prog="test").slo_itl_s == 0.02
 
 
 def test_more_vllm_ranks_than_a_worker_takes_are_warned_of() -> None:
