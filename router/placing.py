@@ -114,12 +114,8 @@ def look(
     pool = fleet.pools.get(request.model)
     hashes = request.sequence_hashes
     shortened = None
-    if (
-        pool is not None
-        and pool.decoders
-        and not (scores_all or request.explain)
-        and _may_shorten(pool, rules, request)
-    ):
+    scores_all = scores_all or request.explain
+    if pool is not None and pool.decoders and not scores_all and _may_shorten(pool, rules, request):
         overlaps, active = fleet.find(pool, hashes, now)
         apart = {*overlaps, *ahead.tokens, *ahead.reserved, *(() if bound_to is None else (bound_to,))}
         shortened = fleet.shortlists(pool, apart, now)
