@@ -278,7 +278,7 @@ class AdmissionControl:
         osl, took_s = flight.osl_tokens, now - flight.placed_s
         itl_s = (now - flight.first_s) / (osl - 1) if flight.first_s >= 0 and osl > 1 else None
         if itl_s is not None:
-            times.ended((placing.running + running + 1) // 2, itl_s)
+            times.ended((placing.running + running + 1) // 2, itl_s, osl)
         if flight.has_finished and placing.max_tokens:
             times.answered(osl, placing.max_tokens, took_s)
         elif now < placing.deadline_s - MISSED_S:

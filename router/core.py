@@ -38,12 +38,13 @@ from router.placing import (
     who_may,
 )
 from router.prediction import CachePredictions
-from router.queue import Pending, PendingQueue
+from router.queue import MAX_ASKED, Pending, PendingQueue
 from router.reported import ReportedLoad
 from router.rules import RouterRules
 from router.selection import Candidate
 
 LOOK_S = 0.25  # between searches of the queues for requests that have become hopeless
+FEW_ASKED = 4  # of the requests that wait, while all prefill workers are full
 RESERVE_AFTER_S = 5.0  # a request that has waited so long for a worker gets it before smaller requests do
 _FOREVER = float("inf")
 
@@ -105,7 +106,7 @@ class RouterState:
             fleet.avoid(request.exclude, now)
         self.admission.came(request.model, now)
         pool = fleet.pools.get(request.model)
-        if pool is not None and (self._queues.get(request.model) or not has_room(pool, self.rules, now)):
+        if pool is not None and (self._queues.get(request.model) or not has_room(pool.slots, self.rules, now)):
             return None
         planned = self._plan(request, now)
         if planned.is_full:
@@ -289,9 +290,13 @@ class RouterState:
         outcomes: list[Outcome] = []
         ahead = Ahead()
         plans: dict[RequestId, PlacementPlan | MeshError] = {}
-        has_some_room = pool is None or has_room(pool, self.rules, now)
+        has_some_room, tries = self._room(pool, now)
 
         def fits(item: Pending[QueuedRequest]) -> bool:
+            nonlocal tries
+            tries -= 1
+            if tries < 0:
+                return False
             planned = self._try_plan(item.payload.request, now, ahead, has_some_room)
             if planned is None:
                 return False
@@ -309,8 +314,19 @@ class RouterState:
             self.admission.drained(item.payload.request.model, queue.since_s, now)
             outcomes.append(Outcome(item.request_id, self._serve(item.payload, plans[item.request_id], queue, now)))
             ahead.clear()
-            has_some_room = pool is None or has_room(pool, self.rules, now)
+            has_some_room, tries = self._room(pool, now)
         return outcomes
+
+    def _room(self, pool: Pool | None, now: float) -> tuple[bool, int]:
+        """Return whether a worker has room for a prompt, and for how many requests a plan may be made to find it.
+
+        While prefill workers are full, most requests wait for them, and a plan for each would find that out again.
+        """
+        if pool is None or not pool.prefillers:
+            return pool is None or has_room(pool.decoders, self.rules, now), MAX_ASKED
+        if has_room(pool.prefillers, self.rules, now):
+            return True, MAX_ASKED
+        return has_room(pool.decoders, self.rules, now), FEW_ASKED
 
     def _serve(
         self,

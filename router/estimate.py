@@ -14,6 +14,7 @@ LEAST = 8  # measurements without which there is no estimate
 RATIOS = 128  # of the last answers, by which the error is known
 LEAST_VARIANCE = 1e-9
 ARRIVALS_S = 5.0
+LONG_TOKENS = 16  # of an answer whose gaps tell how fast a worker can be
 CAUTION = 0.8  # answers keep the SLO if they take no more than this share of it in the mean
 LEAST_GAPS = 6.0  # weight of the measured gaps by which the rate of a queue is known
 
@@ -171,6 +172,7 @@ class ServiceTimes:
     def __init__(self) -> None:
         self._first = FadingLine()  # over the prompt tokens that were computed until then, others' included
         self._itl = FadingLine()  # over the sequences that ran on the worker
+        self._least_itl_s = math.inf  # of any answer that was not short
         self._lengths = AnswerLengths()
         self._errors = Ratios()
         self._errors_by_size: dict[int, Ratios] = {}  # as the lengths: short answers are easier to foresee
@@ -190,8 +192,10 @@ class ServiceTimes:
         self._first.add(tokens, took_s)
         self._waited.add(took_s)
 
-    def ended(self, running: int, itl_s: float) -> None:
+    def ended(self, running: int, itl_s: float, osl_tokens: int = LONG_TOKENS) -> None:
         self._itl.add(running, itl_s)
+        if osl_tokens >= LONG_TOKENS:
+            self._least_itl_s = min(self._least_itl_s, itl_s)
 
     def answered(self, osl_tokens: int, max_tokens: int, took_s: float) -> None:
         self._lengths.add(osl_tokens, max_tokens)
@@ -229,9 +233,12 @@ class ServiceTimes:
     def spare_share(self, running: int, slo_itl_s: float) -> float:
         """Return which share of its time a worker with so many sequences may give to prompts; < 0: tokens are too late.
 
-        It is 1 as long as nothing is known. What prompts took is part of the gaps that were measured, so they are given
-        rather less. `slo_itl_s` is for all answers, and half of them are slower than the mean: hence CAUTION.
+        It is 1 as long as nothing is known, and where no answer has ever kept the SLO: nothing can be saved there. What
+        prompts took is part of the gaps that were measured, so they are given rather less. `slo_itl_s` is for all
+        answers, and half of them are slower than the mean: hence CAUTION.
         """
+        if slo_itl_s < self._least_itl_s < math.inf:
+            return 1.0
         itl_s = self._itl.at(running) if self._itl.count >= LEAST else 0.0
         return CAUTION - itl_s / slo_itl_s if itl_s else 1.0
 

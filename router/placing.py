@@ -4,7 +4,7 @@
 costs now. `plan` chooses by them a worker for the whole request, or one for each leg.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 
 from msgspec import Struct
@@ -251,12 +251,12 @@ def prefix_of(hashes: bytes, blocks: int) -> bytes:
     return hashes[(blocks - 1) * _HASH_BYTES : blocks * _HASH_BYTES]
 
 
-def has_room(pool: Pool, rules: RouterRules, now: float) -> bool:
-    """Return whether any worker may be given a prompt to compute. If none may, no plan has to be made."""
+def has_room(slots: Iterable[Slot], rules: RouterRules, now: float) -> bool:
+    """Return whether any of the workers may be given a prompt to compute. If none may, no plan has to be made."""
     limits = rules.saturation
     if limits is None or not rules.waits_for_room:
         return True
-    for slot in pool.slots:
+    for slot in slots:
         load, most_tokens = slot.load, limits.queued_tokens * slot.card.capacity
         queued_tokens = load.total.queued_tokens
         if queued_tokens < most_tokens or queued_tokens - load.done_tokens(now) < most_tokens:

@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from router.estimate import LEAST, AnswerLengths, ArrivalGaps, FadingLine, Ratios, ServiceTimes, WorkLengths
+from router.estimate import (
+    LEAST,
+    LONG_TOKENS,
+    AnswerLengths,
+    ArrivalGaps,
+    FadingLine,
+    Ratios,
+    ServiceTimes,
+    WorkLengths,
+)
 
 
 def times_of(count: int, *, first_s: float = 0.1, itl_s: float = 0.02, osl: int = 50, most: int = 100) -> ServiceTimes:
@@ -32,8 +41,17 @@ def test_a_worker_of_which_nothing_is_known_has_all_its_time_to_spare() -> None:
 
 
 def test_slower_answers_leave_less_time_to_spare() -> None:
-    shares = [times_of(LEAST, itl_s=itl_s).spare_share(4, 0.1) for itl_s in (0.01, 0.05, 0.08, 0.2)]
-    assert shares == pytest.approx([0.7, 0.3, 0.0, -1.2])
+    shares = [times_of(LEAST, itl_s=itl_s).spare_share(4, 0.1) for itl_s in (0.01, 0.05, 0.08, 0.1)]
+    assert shares == pytest.approx([0.7, 0.3, 0.0, -0.2])
+
+
+def test_workers_that_never_kept_the_slo_have_nothing_to_save() -> None:
+    """An engine on CPUs may take 0.2 s a token whatever it does: to refuse prompts would only lose requests."""
+    times = times_of(2 * LEAST, itl_s=0.2)
+    times.ended(4, 0.01, LONG_TOKENS - 1)
+    assert times.spare_share(4, 0.1) == 1.0
+    times.ended(1, 0.09, LONG_TOKENS)
+    assert times.spare_share(4, 0.1) < 0
 
 
 def test_more_sequences_leave_less_time_to_spare() -> None:

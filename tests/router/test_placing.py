@@ -11,11 +11,13 @@ from protocol.errors import NoWorkerError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import CardTier, Placed, WorkerCard
 from protocol.tiers import Tier
-from router.core import RouterState
+from router.core import FEW_ASKED, RouterState
 from router.disaggregation import LocalPrefill
 from router.estimate import LEAST
 from router.load import Share
+from router.placing import plan
 from router.policies import Policy
+from router.queue import MAX_ASKED
 from router.selection import Weights
 from tests.support.routing import (
     BLOCK,
@@ -147,6 +149,19 @@ def test_a_decode_worker_that_has_had_prompts_for_a_while_rests() -> None:
     [(_, placed)] = state.dispatch(31.0)
     assert isinstance(placed, Placed)
     assert where(placed) == (None, "d")
+
+
+def test_while_prefill_workers_are_full_a_dispatch_makes_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every first token and every end is a dispatch, and hundreds of requests may wait."""
+    state, plans = beside_a_full_prefill_worker(0.09, slo_itl_s=0.1), []
+    for number in range(3 * MAX_ASKED):
+        submit(state, f"r{number}", prompt(1000 + number), 1.0)
+    monkeypatch.setattr("router.core.plan", lambda view: plans.append(view) or plan(view))
+    assert not state.dispatch(1.0)
+    assert len(plans) == FEW_ASKED
+    done(state, "on p", now=2.0)
+    assert len(state.dispatch(2.0)) == 1
+    assert len(plans) == 1 + 2 * FEW_ASKED
 
 
 def test_prompts_of_other_routers_count_as_help() -> None:
