@@ -50,6 +50,7 @@ class _Window:
     cached_tokens: int = 0
     predicted_tokens: int = 0
     ended: int = 0
+    failed: int = 0  # of these
     good: int = 0
     osl_tokens: int = 0
     with_itl: int = 0
@@ -116,6 +117,7 @@ class Records:
         self._shares.add(request.arrival_s, is_prompt=False, is_smooth=False)
         for window in (self._window, self._traffic):
             window.ended += 1
+            window.failed += 1
 
     def began(self, request: RecordedRequest, now: float) -> None:
         isl_tokens, ttft_s = request.request.isl_tokens, now - request.arrival_s
@@ -165,11 +167,11 @@ class Records:
             end_s=now,
             requests=window.requests,
             isl_tokens=_mean(window.isl_tokens, window.requests),
-            osl_tokens=_mean(window.osl_tokens, window.ended),
+            osl_tokens=_mean(window.osl_tokens, window.ended - window.failed),
             hit_share=_mean(window.cached_tokens, window.prompt_tokens),
             ttft_s=_mean(window.ttft_s, window.began),
             itl_s=_mean(window.itl_s, window.with_itl),
-            answered=window.ended,
+            answered=window.ended - window.failed,
         )
 
     def decided(self, decision: ScalingDecision) -> None:

@@ -1,11 +1,13 @@
 """The coarse world against the exact one, and what it keeps."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
-from planner.model import Action, Flip, Observation, ScalingDecision
+from planner.model import Action, Flip, Observation, ScalingDecision, Traffic
 from planner.profiles import polynomial_profile
-from simulator import PlannerHook, SimConfig, SimRequest, simulate
+from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
 from simulator.coarse import simulate_coarsely
 from simulator.loads import Rate, Shape, constant, synthesize
 from simulator.requests import thread_names
@@ -149,3 +151,21 @@ def test_an_aggregated_fleet_serves_both_halves() -> None:
 
 def test_equal_input_gives_an_equal_report() -> None:
     assert simulate_coarsely(requests(), config()) == simulate_coarsely(requests(), config())
+
+
+@pytest.mark.parametrize("simulated", [simulate, simulate_coarsely])
+def test_refused_requests_are_traffic_but_no_answers(simulated: Callable[..., SimReport]) -> None:
+    """A planner that took them for answers without a token would plan for short ones."""
+    told: list[Traffic] = []
+
+    def watch(seen: Observation) -> ScalingDecision:
+        if seen.traffic is not None:
+            told.append(seen.traffic)
+        return ScalingDecision(at_s=seen.at_s, loop="none", action=Action.HOLD, prefill=2, decode=6)
+
+    load = [msgspec.structs.replace(one, osl_tokens=150) for one in requests(3.0, 200.0)]
+    report = simulated(load, config(2, 6), PlannerHook(watch, 5.0, 5.0))
+    assert report.failed > 0.2 * len(load)
+    assert sum(piece.requests or 0 for piece in told) > 0.95 * len(load)
+    assert sum(piece.answered or 0 for piece in told) <= len(load) - report.failed
+    assert {piece.osl_tokens for piece in told if piece.answered} == {150.0}
