@@ -41,6 +41,8 @@ from protocol.errors import ConfigError
 from simulator import PlannerHook, SimReport, simulate
 from simulator.coarse import simulate_coarsely
 
+SLOW_START_S = 600.0  # beyond it kvmesh starts with the fleet for the peak: nothing could be had in time
+
 POLICIES = ("kvmesh", "kvmesh-untold", "reactive", "static-peak", "static-mean", "reference", "hpa", "keda", "llm-d")
 
 
@@ -161,7 +163,8 @@ def run(
 ) -> SimReport:
     """Simulate a load with the fleet that a policy starts with: for the first five minutes, or the fixed one."""
     first = load.setting.sized(mean_of(slots[:5]))
-    if policy in ("static-peak", "kvmesh"):
+    is_slow = load.setting.config.start_s > SLOW_START_S
+    if policy == "static-peak" or (policy == "kvmesh" and is_slow):
         first = _peak(load, slots)
     elif policy == "static-mean":
         first = load.setting.sized(mean_of(slots))

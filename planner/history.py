@@ -7,7 +7,7 @@ one sample of the forecaster. A figure that is missing is never taken for zero.
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.costs import quantile_of
@@ -19,6 +19,7 @@ LENGTHS_MEMORY = 3.0  # intervals after which the lengths of a request count 1/e
 COVERED = 0.5  # share of an interval that must be known
 LATE_INTERVALS = 2.0  # without news for this many intervals: an outage
 FEW_REQUESTS = 5.0  # in an interval; an empty interval after one with more than these is doubted once
+LEAST_LATEST_S = 10.0
 CONFIDENCE = 2.0  # standard deviations of a count of arrivals before it is evidence
 
 
@@ -29,6 +30,7 @@ class TrafficWindow:
     start_s: float
     seconds: float = 0.0
     requests: float = 0.0
+    answered: float = 0.0  # as many as requests where it is not known
     ttft_sum_s: float = 0.0
     ttft_requests: float = 0.0
     itl_sum_s: float = 0.0
@@ -37,6 +39,8 @@ class TrafficWindow:
     def add(self, piece: Traffic, requests: float) -> None:
         self.seconds += piece.end_s - piece.start_s
         self.requests += requests
+        answered = known(piece.answered)
+        self.answered += requests if answered is None else answered
         if (ttft_s := known(piece.ttft_s)) is not None:
             self.ttft_sum_s += ttft_s * requests
             self.ttft_requests += requests
@@ -58,6 +62,11 @@ class RecentTraffic:
 
     demand: Demand
     seconds: float
+    latest_rps: float = 0.0  # of the second half of that time
+
+    def level(self) -> Demand:
+        """Return the demand to order for: after a jump, the whole time also has what came before it."""
+        return replace(self.demand, rps=max(self.demand.rps, self.latest_rps))
 
     def at_least(self) -> Demand:
         """Return the lowest rate that the count of arrivals allows."""
@@ -199,13 +208,17 @@ class TrafficHistory:
 
     def recent(self, seconds: float) -> RecentTraffic | None:
         """Return the traffic of the last `seconds`, as far as it is known."""
-        if not self._pieces:
-            return None
-        end_s = self._pieces[-1][1]
+        rps, known_s = self._rate(seconds)
+        latest_rps, _ = self._rate(max(LEAST_LATEST_S, seconds / 2))
+        demand = self.demand(rps) if known_s else None
+        return RecentTraffic(demand, known_s, latest_rps) if demand is not None else None
+
+    def _rate(self, seconds: float) -> tuple[float, float]:
+        """Return the requests/s of the last `seconds`, and how many of these are known."""
+        end_s = self._pieces[-1][1] if self._pieces else 0.0
         pieces = [piece for piece in self._pieces if piece[1] > end_s - seconds]
         known_s = sum(end - start for start, end, _ in pieces)
-        demand = self.demand(sum(requests for _, _, requests in pieces) / known_s)
-        return RecentTraffic(demand, known_s) if demand is not None else None
+        return (sum(requests for _, _, requests in pieces) / known_s if known_s else 0.0), known_s
 
     def state(self) -> Mapping[str, Any]:
         """Return plain data for people."""

@@ -57,7 +57,7 @@ def prefill_pressure(
     workers = steady = 0
     ready = max(1, fleet.ready)
     if recent is not None:
-        workers = steady = _by_arrivals("prefill", need, fleet, recent, reasons)
+        workers = steady = _by_arrivals("prefill", rules, need, fleet, recent, reasons)
         token_s = _token_s(rules, recent.demand)
         service_s = _service_s(rules, recent.demand)
         work = recent.demand.rps * service_s
@@ -93,7 +93,7 @@ def decode_pressure(
     reasons: list[Reason] = []
     workers = steady = 0
     if recent is not None:
-        workers = steady = _by_arrivals("decode", need, fleet, recent, reasons)
+        workers = steady = _by_arrivals("decode", rules, need, fleet, recent, reasons)
     under_way = sum(load.running + load.waiting for load in loads)
     used = sum(load.kv_tokens for load in loads)
     total = sum(load.total_kv_tokens for load in loads)
@@ -129,7 +129,7 @@ def aggregated_pressure(
         return pool_of(one, rules.profile, demand, rules.slo, rules.utilization)
 
     reasons: list[Reason] = []
-    workers = steady = _by_arrivals("aggregated", need, fleet, recent, reasons)
+    workers = steady = _by_arrivals("aggregated", rules, need, fleet, recent, reasons)
     if not loads or (fleet.starting and rules.horizon is None):
         return Pressure(workers, fleet.ordered, tuple(reasons), steady)
     service_s, soonest_s = prompt_times_s(rules.profile, demand, one)
@@ -158,7 +158,12 @@ def aggregated_pressure(
 
 
 def _by_arrivals(
-    role: str, need: Callable[[Demand], Need], fleet: RoleFleet, recent: RecentTraffic, reasons: list[Reason]
+    role: str,
+    rules: Rules,
+    need: Callable[[Demand], Need],
+    fleet: RoleFleet,
+    recent: RecentTraffic,
+    reasons: list[Reason],
 ) -> int:
     """Return the workers for the recent arrivals, if the ordered ones are too few even for a cautious reading."""
     if recent.seconds < MIN_RECENT_S:
@@ -166,9 +171,10 @@ def _by_arrivals(
     least = need(recent.at_least()).workers
     if least <= fleet.ordered:
         return 0
-    wanted = need(recent.demand).workers
+    level = recent.demand if rules.horizon is None else recent.level()
+    wanted = need(level).workers
     text = (
-        f"{recent.demand.rps:.2f} requests/s in the last {recent.seconds:.0f} s take {wanted} {role} workers, "
+        f"{level.rps:.2f} requests/s in the last {recent.seconds:.0f} s take {wanted} {role} workers, "
         f"{fleet.ordered} are ordered"
     )
     reasons.append(Reason(code=f"{role}-arrivals", text=text))

@@ -7,6 +7,7 @@ from planner.core import PlannerCore
 from planner.costs import UNNEEDED_STARTS, Horizon
 from planner.model import PlannerConfig
 from planner.peak import EXCEEDED_S, ExpectedPeak
+from planner.reactive import MIN_RECENT_S
 from protocol.errors import ConfigError
 from tests.planner.test_core import codes, config, core, driven
 from tests.support.planning import FakeFleet, an_8b
@@ -73,8 +74,9 @@ def test_one_role_without_a_count_is_refused() -> None:
     assert ExpectedPeak(PlannerConfig(peak_decode=3, mode="aggregated")).fleet == Counts(0, 3)
 
 
-def test_half_of_the_evidence_is_enough_for_a_known_peak() -> None:
-    assert Horizon(300.0, 3.0, peak_is_known=True).evidence_s == Horizon(300.0, 3.0).evidence_s / 2
+def test_a_quarter_of_the_evidence_is_enough_for_a_known_peak() -> None:
+    assert Horizon(300.0, 3.0, peak_is_known=True).evidence_s == Horizon(300.0, 3.0).evidence_s / 4
+    assert Horizon(20.0, 3.0, peak_is_known=True).evidence_s == MIN_RECENT_S, "less would be no evidence"
 
 
 def test_a_step_to_the_peak_takes_its_fleet_and_no_more() -> None:

@@ -1,8 +1,11 @@
 """The reactive loop's evidence: queues, caches and recent arrivals."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.costs import Horizon
 from planner.history import RecentTraffic
 from planner.model import RoleFleet, WorkerLoad
 from planner.reactive import Pressure, Rules, decode_pressure, prefill_pressure
@@ -61,6 +64,16 @@ def test_a_few_more_arrivals_than_usual_are_chance() -> None:
     fleet = RoleFleet(ready=4)
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 1.0)).workers == 0
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 60.0)).workers > 4
+
+
+def test_a_level_that_was_reached_during_that_time_is_what_workers_are_ordered_for() -> None:
+    """The loop by itself, without prices, orders for the mean: its tables stay comparable."""
+    jump = RecentTraffic(Demand(20.0, 2000, 200), 20.0, latest_rps=30.0)
+    lasting = RecentTraffic(Demand(30.0, 2000, 200), 20.0)
+    priced, fleet = replace(RULES, horizon=Horizon(60.0, 3.0)), RoleFleet(ready=4)
+    for pressure in (prefill_pressure, decode_pressure):
+        assert pressure(priced, fleet, [], jump).workers == pressure(priced, fleet, [], lasting).workers
+        assert pressure(RULES, fleet, [], jump).workers < pressure(RULES, fleet, [], lasting).workers
 
 
 def test_arrivals_of_the_first_seconds_are_no_evidence() -> None:
