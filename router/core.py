@@ -290,7 +290,7 @@ class RouterState:
         outcomes: list[Outcome] = []
         ahead = Ahead()
         plans: dict[RequestId, PlacementPlan | MeshError] = {}
-        has_some_room, tries = self._room(pool, now)
+        has_some_room, tries = _room(pool, self.rules, now)
 
         def fits(item: Pending[QueuedRequest]) -> bool:
             nonlocal tries
@@ -314,19 +314,8 @@ class RouterState:
             self.admission.drained(item.payload.request.model, queue.since_s, now)
             outcomes.append(Outcome(item.request_id, self._serve(item.payload, plans[item.request_id], queue, now)))
             ahead.clear()
-            has_some_room, tries = self._room(pool, now)
+            has_some_room, tries = _room(pool, self.rules, now)
         return outcomes
-
-    def _room(self, pool: Pool | None, now: float) -> tuple[bool, int]:
-        """Return whether a worker has room for a prompt, and for how many requests a plan may be made to find it.
-
-        While prefill workers are full, most requests wait for them, and a plan for each would find that out again.
-        """
-        if pool is None or not pool.prefillers:
-            return pool is None or has_room(pool.decoders, self.rules, now), MAX_ASKED
-        if has_room(pool.prefillers, self.rules, now):
-            return True, MAX_ASKED
-        return has_room(pool.decoders, self.rules, now), FEW_ASKED
 
     def _serve(
         self,
@@ -436,6 +425,20 @@ class RouterState:
 
 def _key(request: RouteRequest) -> SessionKey:
     return session_key(request.model, request.tenant, request.session)
+
+
+def _room(pool: Pool | None, rules: RouterRules, now: float) -> tuple[bool, int]:
+    """Return whether a worker has room for a prompt, and for how many requests a plan may be made to find it.
+
+    While prefill workers are full, most requests wait for them, and a plan for each would find that out again.
+    """
+    if pool is None:
+        return True, MAX_ASKED
+    if not pool.prefillers:
+        return has_room(pool.decoders, rules, now), MAX_ASKED
+    if has_room(pool.prefillers, rules, now):
+        return True, MAX_ASKED
+    return has_room(pool.decoders, rules, now), FEW_ASKED
 
 
 def _pending(request: RouteRequest, uncached_tokens: int, now: float, deadline_s: float) -> Pending[QueuedRequest]:

@@ -251,7 +251,7 @@ def test_times_of_a_fleet_that_carries_the_load_correct_the_profile() -> None:
 
 
 def test_times_of_a_fleet_that_refuses_requests_correct_nothing() -> None:
-    """What is refused leaves no queue, and other answers are fast: that is no fleet that carries the load."""
+    """A fleet that refuses has no queue and fast answers, and does not carry the load."""
     planner = core()
     driven(planner, lambda _: 6.0, 900, FakeFleet(8, 8), itl_s=0.2, noise=False, answered=0.8 * 6.0 * STEP_S)
     assert planner.state()["itl_correction"] == 1.0
