@@ -142,6 +142,8 @@ def _synthetic(name: str, config: PlannerBenchConfig) -> PlannerLoad:
     }
     rate, duration_s, peak_rps, shape = found[name]
     setting, sim = setting_of(SPEEDUP, TTFT_SLO_S, ITL_SLO_S, seed)
+    if name == "week":  # how long a day is, everybody knows
+        setting = replace(setting, config=with_fields(setting.config, season_s=DAY_S * share))
     requests = partial(synthesize, rate, duration_s * share, shape, seed=seed, block_size=sim.block_size)
     return PlannerLoad(name, requests, peak_rps, setting, sim)
 

@@ -29,6 +29,8 @@ MIN_SCORED = 6
 GROWTH = 2.0  # no forecast exceeds this multiple of the largest recent sample
 INTERVAL = (0.1, 0.9)  # quantiles of a forecast's interval
 FIND_PERIOD_EVERY = 16
+SEASONS = 4  # periods whose mean a season is: one alone has the chance of its day
+RESCALED = 4.0  # a day may be so many times as high or as low as another
 MIN_CORRELATION = 0.5
 
 PLAIN: tuple[Method, ...] = ("constant", "average", "mean")
@@ -322,15 +324,22 @@ def _jump(values: NDArray[np.float64]) -> float:
 
 
 def seasonal(samples: Sequence[float], steps: int, period: int) -> _Path:
-    """Repeat the samples of one period ago, scaled to the present level."""
+    """Repeat the mean of the last periods, at most SEASONS of them, each scaled to the present level."""
     if period < 2:
         raise CannotForecastError("no period is given, none was found")
     if len(samples) < period + AVERAGE_SAMPLES:
         raise CannotForecastError(f"{len(samples)} samples, the period has {period}")
-    now = statistics.fmean(samples[-AVERAGE_SAMPLES:])
-    then = statistics.fmean(samples[-period - AVERAGE_SAMPLES : -period])
-    ratio = min(max(now / then, 0.5), 2.0) if then > 0 else 1.0
-    return [_smooth(samples, len(samples) + step - period * (1 + step // period)) * ratio for step in range(steps)]
+    past = min(SEASONS, (len(samples) - AVERAGE_SAMPLES) // period)
+    paths = [_repeated(samples, steps, period, ago) for ago in range(1, past + 1)]
+    return [statistics.fmean(values) for values in zip(*paths, strict=True)]
+
+
+def _repeated(samples: Sequence[float], steps: int, period: int, ago: int) -> _Path:
+    """Return what followed `ago` periods ago, scaled to the present level."""
+    first = len(samples) - ago * period
+    now, then = statistics.fmean(samples[-AVERAGE_SAMPLES:]), statistics.fmean(samples[first - AVERAGE_SAMPLES : first])
+    ratio = min(max(now / then, 1 / RESCALED), RESCALED) if then > 0 else 1.0
+    return [_smooth(samples, first + step % (ago * period)) * ratio for step in range(steps)]
 
 
 def _smooth(samples: Sequence[float], at: int) -> float:

@@ -15,6 +15,7 @@ from planner.forecast import (
     Method,
     Remembered,
     find_period,
+    seasonal,
     trend,
     without_gaps,
 )
@@ -97,6 +98,15 @@ def test_a_given_season_is_taken() -> None:
     forecast = fed("seasonal", [10.0, 10, 10, 50] * 6, steps=4, period=4).forecast(4)
     assert forecast.method == "seasonal"
     assert forecast.note == ""
+
+
+def test_a_season_is_the_mean_of_several_periods() -> None:
+    """One day alone has the chance of that day; a level of four times the usual one is followed."""
+    day, odd = [40.0, 20.0, *[10.0] * 10], [80.0, 20.0, *[10.0] * 10]
+    usual, alone = (max(seasonal(samples, 12, 12)) for samples in (day * 4, [*day, *odd]))
+    assert max(seasonal([*day * 3, *odd], 12, 12)) == pytest.approx(usual + (alone - usual) / 3)
+    high = [*day * 3, *day[:-4], *[40.0] * 4]
+    assert seasonal(high, 12, 12)[2:6] == pytest.approx([4 * rate for rate in seasonal(day * 4, 12, 12)[2:6]])
 
 
 def test_noise_and_a_trend_have_no_season() -> None:
