@@ -31,7 +31,6 @@ WARM_UP = 3  # intervals known before anything is taken away, after the start an
 HYSTERESIS = 0.04  # more load than forecast that the rest must carry before workers are taken away
 DOWN_MEMORY = 2  # intervals in which fewer workers must have been enough
 CARRIED = 3  # intervals in which the fleet has carried the load before its times correct a profile: queues are gone
-ANSWERED = 0.9  # share of the requests; where more are refused, the fleet does not carry the load
 FORGOTTEN = 0.9995  # of the highest demand, in each interval
 RECENT_S = 20.0  # without forecasts: the arrivals that the reactive loop looks at
 CALM_S = 60.0  # without forecasts: how long the rest must have been able to carry the load before one is taken away
@@ -120,10 +119,10 @@ class PlannerCore:
             return (doubt,)
         demand = self._traffic.demand(window.requests / window.seconds)
         if demand is not None:
-            carries = window.answered >= ANSWERED * window.requests and self._carries(demand, seen)
-            self._carried = self._carried + 1 if carries else 0
+            self._carried = self._carried + 1 if self._carries(demand, seen) else 0
             if self._carried >= CARRIED:
-                self._capacity.correct(window, demand, seen)
+                served = replace(demand, rps=min(window.answered, window.requests) / window.seconds)
+                self._capacity.correct(window, served, seen)
         return ()
 
     def _carries(self, demand: Demand, seen: Observation) -> bool:

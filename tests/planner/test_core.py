@@ -250,13 +250,16 @@ def test_times_of_a_fleet_that_carries_the_load_correct_the_profile() -> None:
     assert planner.state()["itl_correction"] > 1.0
 
 
-def test_times_of_a_fleet_that_refuses_requests_correct_nothing() -> None:
-    """A fleet that refuses has no queue and fast answers, and does not carry the load."""
-    planner = core()
-    driven(planner, lambda _: 6.0, 900, FakeFleet(8, 8), itl_s=0.2, noise=False, answered=0.8 * 6.0 * STEP_S)
-    assert planner.state()["itl_correction"] == 1.0
-    driven(planner, lambda _: 6.0, 900, FakeFleet(8, 8), start_s=900, itl_s=0.2, noise=False, answered=6.0 * STEP_S)
-    assert planner.state()["itl_correction"] > 1.0
+def test_times_of_a_fleet_that_refuses_are_those_of_what_it_answers() -> None:
+    """Workers that are slower than their profile refuse requests, and still show by how much they are slower."""
+
+    def correction(rps: float, answered_rps: float) -> float:
+        planner = core()
+        driven(planner, lambda _: rps, 900, FakeFleet(8, 8), itl_s=0.2, noise=False, answered=answered_rps * STEP_S)
+        return float(planner.state()["itl_correction"])
+
+    assert correction(6.0, 3.0) == pytest.approx(correction(3.0, 3.0), rel=0.05)
+    assert correction(6.0, 3.0) > correction(6.0, 6.0) > 1.0
 
 
 # --- flips --------------------------------------------------------------------------------------------
