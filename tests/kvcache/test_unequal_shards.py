@@ -93,6 +93,7 @@ def test_every_shard_gets_its_heads_of_every_block(backend: str, sizes: tuple[in
 def test_a_shard_whose_offer_has_ended_fails_the_fetch(backend: str) -> None:
     with workers(backend, (2, 1), 4) as (sources, [reader]):
         tickets = said(sources, "offer 5 6")
+        said(sources, "offer 7")  # so that a slow reader finds a source that takes part in reads
         offer = decode(base64.b64decode(tickets[1]), Ticket)
         assert said([sources[1]], f"release {offer.offer_id} {offer.nonce}") == ["True"]
         [reply] = said([reader], f"fetch 0 1 2 | {' '.join(tickets)}")
