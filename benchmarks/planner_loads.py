@@ -191,6 +191,7 @@ def setting_of(
         flip_s=planner.flip_s,
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
+        keeps_itl=True,
         seed=seed,
     )
     return Setting(planner, profile, profile), sim

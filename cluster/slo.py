@@ -10,6 +10,7 @@ from mesh.config import environ_of, load_given
 from planner.config import ServiceConfig
 from planner.slo import with_slo
 from router.config import RouterConfig
+from router.rules import DEFAULT_SLO_ITL_S
 
 
 def with_one_slo(
@@ -32,7 +33,7 @@ def with_one_slo(
         argv = ["--config", config_file] if config_file else []
         own = {**environ, **environ_of(config.router, "KVMESH_ROUTER_")}
         names = load_given(RouterConfig, argv, own, prefix="KVMESH_ROUTER_", prog="router", section="router")
-        if "slo_itl_s" not in names:
-            slo_itl_s = read_frontend(config, config_file, environ).slo_itl_s
+        slo_itl_s = read_frontend(config, config_file, environ).slo_itl_s
+        if "slo_itl_s" not in names and slo_itl_s != DEFAULT_SLO_ITL_S:
             config = replace(config, router={**config.router, "slo_itl_s": slo_itl_s})
     return config

@@ -62,6 +62,7 @@ from router.fallback import FallbackRouter
 from router.feeds import LinkWatch, WorkerFeed, tell_missing
 from router.findings import DiscoveryReport
 from router.local import LocalRouter
+from router.rules import DEFAULT_SLO_ITL_S
 
 log = logging.getLogger(__name__)
 
@@ -339,11 +340,13 @@ def always() -> bool:
 
 
 def embedded_config(config: FrontendConfig, router_config: RouterConfig) -> RouterConfig:
-    """Return the settings of the router in this frontend: with a name of its own, and the frontend's SLO by default.
+    """Return the settings of the router in this frontend: with a name of its own, and the frontend's SLO if one is set.
 
     By the name other routers tell it from those in other frontends, and from the one in the process before this one.
     """
-    slo_itl_s = config.slo_itl_s if router_config.slo_itl_s is None else router_config.slo_itl_s
+    slo_itl_s = router_config.slo_itl_s
+    if slo_itl_s is None and config.slo_itl_s != DEFAULT_SLO_ITL_S:
+        slo_itl_s = config.slo_itl_s
     return structs.replace(router_config, name=f"{config.name}-{new_generation():x}", slo_itl_s=slo_itl_s)
 
 

@@ -15,7 +15,7 @@ from router.admission import AdmissionRules
 from router.disaggregation import LocalPrefill
 from router.policies import Policy, policies_help
 from router.queue import Order, QueueRules
-from router.rules import DEFAULT_SLO_ITL_S, RouterRules, Saturation
+from router.rules import RouterRules, Saturation
 from router.selection import Weights
 
 _RULES = RouterRules()  # the defaults stand there
@@ -70,7 +70,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Annotated[float, Meta(ge=0)] | None,
         Meta(
             description="gap between tokens that decode workers keep when they compute prompts that prefill workers "
-            f"have no room for; 0: no limit; default: the frontend's --slo-itl-s, by itself {DEFAULT_SLO_ITL_S:g}"
+            "have no room for; 0: no limit; default: the frontend's --slo-itl-s if it was set, else no limit"
         ),
     ] = None
     queue_order: Annotated[Order, Meta(description="fcfs: by arrival; wspt: short uncached prompts first")] = (
@@ -196,7 +196,7 @@ def rules_of(config: RouterConfig) -> RouterRules:
         admission=AdmissionRules(
             is_on=config.admission, max_wait_s=config.queue_max_wait_s, standing_wait_s=config.queue_standing_wait_s
         ),
-        slo_itl_s=DEFAULT_SLO_ITL_S if config.slo_itl_s is None else config.slo_itl_s,
+        slo_itl_s=config.slo_itl_s or 0.0,
         affinity_ttl_s=config.affinity_ttl_s,
         predict_ttl_s=config.predict_ttl_s,
         approximate_ttl_s=config.approximate_ttl_s,

@@ -10,7 +10,7 @@ from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S
 from router.queue import QueueRules
 from router.selection import Weights
 
-DEFAULT_SLO_ITL_S = 0.1  # also of frontends, which count by it
+DEFAULT_SLO_ITL_S = 0.1  # of frontends, which count by it; nobody has stated it, so no router keeps it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RouterRules:
     saturation: Saturation | None = field(default_factory=Saturation)  # None: no request waits in the router
     queue: QueueRules = field(default_factory=lambda: QueueRules(order="wspt"))
     admission: AdmissionRules = field(default_factory=AdmissionRules)
-    slo_itl_s: float = DEFAULT_SLO_ITL_S  # decode workers help with prompts as far as it allows; 0: without a limit
+    slo_itl_s: float = 0.0  # decode workers help with prompts as far as it allows; 0: without a limit
     affinity_ttl_s: float = 0.0  # 0: sessions are not bound to workers
     predict_ttl_s: float = ON_ROUTE_TTL_S  # 0: only KV events are believed
     approximate_ttl_s: float = APPROXIMATE_TTL_S  # of predictions for workers without KV events

@@ -19,7 +19,8 @@ class CoarseRouter:
     """Lets requests wait, refuses those that would wait too long, and learns what the others take."""
 
     def __init__(self, config: SimConfig) -> None:
-        self._rules = RouterRules(admission=AdmissionRules(is_on=config.admission), slo_itl_s=config.itl_slo_s)
+        slo_itl_s = config.itl_slo_s if config.keeps_itl else 0.0
+        self._rules = RouterRules(admission=AdmissionRules(is_on=config.admission), slo_itl_s=slo_itl_s)
         self._admission = AdmissionControl(self._rules.admission)
         self._queue: PendingQueue[RouteRequest] = PendingQueue(QueueRules(self._rules.queue.order))
 
@@ -61,7 +62,11 @@ class CoarseRouter:
     def spare_share(self, running: int) -> float:
         """Return which share of its time a decode worker with so many answers may give to prompts."""
         times = self._admission.times_of(_MODEL)
-        return 1.0 if times is None or not running else times.spare_share(running + 1, self._rules.slo_itl_s)
+        return (
+            1.0
+            if times is None or not running or not self._rules.slo_itl_s
+            else times.spare_share(running + 1, self._rules.slo_itl_s)
+        )
 
     def placed(self, request_id: RequestId, tokens: int, queued_tokens: int, running: int, now: float) -> None:
         self._admission.placed(request_id, Placing(_MODEL, 0, _FOREVER, tokens, queued_tokens, running), now)

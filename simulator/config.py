@@ -52,6 +52,7 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpus_per_decode: Annotated[float, Meta(ge=0)] = 1.0
     ttft_slo_s: Annotated[float, Meta(gt=0)] = 0.5
     itl_slo_s: Annotated[float, Meta(gt=0)] = 0.05
+    keeps_itl: bool = False  # routers know `itl_slo_s`, as where somebody has stated an SLO
     sample_s: Annotated[float, Meta(gt=0)] = 10.0  # of the time line; doubled when there are too many samples
     seed: Annotated[int, Meta(ge=0)] = 1
 

@@ -231,6 +231,7 @@ def simulated(config: ReplayConfig) -> SimConfig:
         gpus_per_decode=1.0 if profile is None else profile.gpus,
         ttft_slo_s=config.ttft_slo_s,
         itl_slo_s=config.itl_slo_s,
+        keeps_itl=config.planner,
         seed=config.seed,
     )
 

@@ -26,7 +26,7 @@ class SimRouters:
         rules = RouterRules(
             policy=config.policy,
             saturation=limits,
-            slo_itl_s=config.itl_slo_s,
+            slo_itl_s=config.itl_slo_s if config.keeps_itl else 0.0,
             recompute_price=config.recompute_price,
             admission=AdmissionRules(is_on=config.admission),
         )

@@ -49,6 +49,7 @@ class KnownFleet:
                 saturation_tokens=0 if rules.saturation is None else rules.saturation.queued_tokens,
                 ttft_slo_s=self._slo.ttft_s,
                 itl_slo_s=self._slo.itl_s,
+                keeps_itl=rules.slo_itl_s == self._slo.itl_s,
             )
 
         found = [mesh(model, cards) for model, cards in models.items() if question.model in ("", model)]

@@ -51,6 +51,7 @@ class PastMesh(Struct, frozen=True, kw_only=True):
     saturation_tokens: Annotated[int, Meta(ge=0)] = 2048
     ttft_slo_s: _Seconds = 2.0
     itl_slo_s: _Seconds = 0.1
+    keeps_itl: bool = False  # its routers know this SLO
 
 
 class AskedMesh(Struct, frozen=True, kw_only=True):

@@ -198,4 +198,5 @@ def settings_of(mesh: PastMesh, case: WhatIfCase, speeds: WorkerSpeeds) -> SimCo
         hop_s=speeds.hop_s,
         ttft_slo_s=mesh.ttft_slo_s,
         itl_slo_s=mesh.itl_slo_s,
+        keeps_itl=mesh.keeps_itl,
     )

@@ -124,6 +124,7 @@ def choose(
         saturation_tokens=mesh.saturation_tokens,
         ttft_slo_s=mesh.ttft_slo_s,
         itl_slo_s=mesh.itl_slo_s,
+        keeps_itl=mesh.keeps_itl,
     )
 
 

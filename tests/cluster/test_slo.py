@@ -59,7 +59,7 @@ def test_a_router_process_spares_answers_by_the_slo_of_the_frontend(tmp_path: Pa
     assert router_slo_of() == 0.03
     assert router_slo_of("--slo-itl-s", "0.2") == 0.2
     assert router_slo_of(environ={"KVMESH_FRONTEND_SLO_ITL_S": "0.2"}) == 0.2
-    assert router_slo_of(planner=None) == 0.1
+    assert router_slo_of(planner=None) is None
 
 
 def test_what_is_set_for_the_router_wins(tmp_path: Path) -> None:

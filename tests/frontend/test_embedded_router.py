@@ -28,7 +28,7 @@ async def router_of(
 @pytest.mark.parametrize(
     ("frontend", "router", "expected"),
     [
-        (FrontendConfig(), RouterConfig(gossip=False), 0.1),
+        (FrontendConfig(), RouterConfig(gossip=False), 0.0),
         (FrontendConfig(slo_itl_s=0.03), RouterConfig(gossip=False), 0.03),
         (FrontendConfig(slo_itl_s=0.03), RouterConfig(gossip=False, slo_itl_s=0.2), 0.2),
         (FrontendConfig(slo_itl_s=0.03), RouterConfig(gossip=False, slo_itl_s=0.0), 0.0),

@@ -43,8 +43,9 @@ def test_every_setting_reaches_the_rules() -> None:
     assert (rules.lease_s, rules.ramp_s) == (30, 0)
 
 
-def test_a_router_and_a_frontend_mean_one_slo_by_default() -> None:
-    assert rules_of(RouterConfig()).slo_itl_s == FrontendConfig().slo_itl_s == DEFAULT_SLO_ITL_S
+def test_a_router_keeps_no_slo_that_nobody_has_stated() -> None:
+    assert FrontendConfig().slo_itl_s == DEFAULT_SLO_ITL_S
+    assert rules_of(RouterConfig()).slo_itl_s == RouterRules().slo_itl_s == 0
 
 
 def test_an_slo_of_0_is_kept() -> None:

@@ -29,6 +29,7 @@ def config(prefill: int = 4, decode: int = 6, **changes: object) -> SimConfig:
             start_s=60.0,
             ttft_slo_s=6.0,
             itl_slo_s=0.4,
+            keeps_itl=True,
         ),
         **changes,
     )
