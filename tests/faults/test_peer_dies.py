@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.mesh import Mesh, running_mesh, until
 
-BLOCKS = 60
+BLOCKS = 120  # so long that a pull pays on a fast machine too: to ask for one takes 20 ms
 PULLS = "kvmesh_worker_kv_peer_pulls_total"
 
 
