@@ -192,6 +192,7 @@ def setting_of(
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
         keeps_itl=True,
+        states_deadline=True,
         seed=seed,
     )
     return Setting(planner, profile, profile), sim

@@ -39,8 +39,9 @@ _FOREVER = float("inf")
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
     is_on: bool = True
-    max_wait_s: float = 10.0  # in a burst; 0: any
-    standing_wait_s: float = 0.5  # of all, once a queue has stood for longer than an answer takes; 0: any
+    # Both limits apply only to requests whose client stated a deadline. 0: no limit.
+    max_wait_s: float = 10.0  # in a burst
+    standing_wait_s: float = 0.5  # once the queue is older than an answer takes
 
 
 class RefusedError(OverloadedError):
@@ -157,10 +158,10 @@ class AdmissionControl:
     ) -> None:
         """Raise RefusedError if a request that would wait for `wait_s` would not be answered in time, or soon enough.
 
-        A burst may fill the queue. In a queue that `stands` everybody would wait, and nobody would be answered sooner
-        or more often.
+        A request whose client stated no deadline is never refused for its wait. A burst may fill the queue. In a queue
+        that `stands` every request would wait, and none would be answered sooner or more often.
         """
-        if not self._judges(request):
+        if not self.judges_wait(request):
             return
         is_burst = wait_s > self.rules.standing_wait_s
         share = SURE if stands else EVEN if is_burst else HOPEFUL
@@ -198,9 +199,8 @@ class AdmissionControl:
         """Return for how long a request may wait."""
         rules, times = self.rules, self._times.get(request.model)
         most_s = rules.max_wait_s or _FOREVER
-        if request.has_deadline:
-            needed_s = 0.0 if times is None or running is None else times.needed_for(WORK, running)
-            most_s = min(most_s, max(BURST_SHARE * left_s, (left_s - needed_s) / BURST_SLACK))
+        needed_s = 0.0 if times is None or running is None else times.needed_for(WORK, running)
+        most_s = min(most_s, max(BURST_SHARE * left_s, (left_s - needed_s) / BURST_SLACK))
         if rules.standing_wait_s and stands:
             turnover_s = 0.0 if times is None else TURNOVER_SHARE * times.mean_s
             most_s = min(most_s, max(rules.standing_wait_s, turnover_s))
@@ -216,7 +216,10 @@ class AdmissionControl:
         `stands`: what the queue does in which it has waited; None: it has not waited. Then only a request is refused
         that has hardly a chance, and only if others have needed its place a moment ago.
         """
-        if not self._judges(request) or not (stands is not None or self._is_pressed(request.model, placing, now)):
+        has_waited = stands is not None
+        if not (self._judges(request) if has_waited else self.judges_wait(request)):
+            return
+        if not has_waited and not self._is_pressed(request.model, placing, now):
             return
         share = FAINT if stands else HOPEFUL
         found = self.estimate(request, placing.uncached_tokens, placing.queued_tokens, placing.running)
@@ -292,6 +295,10 @@ class AdmissionControl:
             ratio = min(max(took_s / flight.estimate.total_s, least), most)
             times.compared(placing.max_tokens, ratio)
             self.on_error("last", ratio)
+
+    def judges_wait(self, request: RouteRequest) -> bool:
+        """Return whether a request may be refused for its wait: only if its client stated a deadline."""
+        return request.has_deadline and self._judges(request)
 
     def _judges(self, request: RouteRequest) -> bool:
         return self.rules.is_on and not request.is_continued

@@ -86,13 +86,13 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float, Meta(gt=0, description="wspt: a prompt is overtaken for its uncached tokens divided by this, in s")
     ] = _RULES.queue.aging_tokens_per_s
     admission: Annotated[
-        bool, Meta(description="refuse requests at once that would not be answered by their deadline, as measured")
+        bool, Meta(description="refuse requests at once that would miss the deadline that their client stated")
     ] = _RULES.admission.is_on
     queue_max_wait_s: Annotated[
-        float, Meta(ge=0, description="refuse requests that would wait longer, also in a burst; 0: any wait")
+        float, Meta(ge=0, description="refuse requests with a stated deadline that would wait longer; 0: any wait")
     ] = _RULES.admission.max_wait_s
     queue_standing_wait_s: Annotated[
-        float, Meta(ge=0, description="... so long once a queue does not go away; 0: any wait")
+        float, Meta(ge=0, description="... so long in a queue that stays; 0: any wait")
     ] = _RULES.admission.standing_wait_s
     affinity_ttl_s: Annotated[
         float, Meta(ge=0, description="a session keeps to its worker for so long after its last request; 0: not")

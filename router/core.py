@@ -181,7 +181,7 @@ class RouterState:
 
         def needs_s(item: Pending[QueuedRequest]) -> float:
             request, share = item.payload.request, FAINT if stands else HOPEFUL
-            if request.is_continued:
+            if not self.admission.judges_wait(request):
                 return -_FOREVER
             return self.admission.needed_s(request, item.uncached_tokens, share, running)
 

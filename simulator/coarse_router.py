@@ -19,6 +19,7 @@ class CoarseRouter:
     """Lets requests wait, refuses those that would wait too long, and learns what the others take."""
 
     def __init__(self, config: SimConfig) -> None:
+        self._states_deadline = config.states_deadline
         slo_itl_s = config.itl_slo_s if config.keeps_itl else 0.0
         self._rules = RouterRules(admission=AdmissionRules(is_on=config.admission), slo_itl_s=slo_itl_s)
         self._admission = AdmissionControl(self._rules.admission)
@@ -34,7 +35,13 @@ class CoarseRouter:
 
     def push(self, request_id: RequestId, facts: SimRequest, now: float) -> list[RequestId]:
         """Let a request wait. Return the requests that are refused for that: it, or others."""
-        route = RouteRequest(request_id=request_id, model=_MODEL, isl_tokens=facts.isl_tokens, sequence_hashes=b"")
+        route = RouteRequest(
+            request_id=request_id,
+            model=_MODEL,
+            isl_tokens=facts.isl_tokens,
+            sequence_hashes=b"",
+            has_deadline=self._states_deadline,
+        )
         pending = Pending(request_id, facts.tenant, 0, now, _FOREVER, facts.isl_tokens, facts.isl_tokens, route)
         admission, queue = self._admission, self._queue
         admission.came(_MODEL, now)

@@ -39,7 +39,8 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     policy: Policy = "kv"
     recompute_price: Annotated[float, Meta(ge=0)] = 0.0
     saturation_tokens: Annotated[int, Meta(ge=0)] = 2048  # 0: no request waits in the router
-    admission: bool = True  # of the routers: refuse what they cannot answer in time
+    admission: bool = True  # routers refuse requests with a stated deadline that they cannot answer in time
+    states_deadline: bool = False  # every client states a deadline that it never reaches
     routers: Annotated[int, Meta(ge=1)] = 1
     gossip_lag_s: Annotated[float, Meta(ge=0)] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0)] = 0.005

@@ -383,5 +383,6 @@ def opened(requests: Iterable[SimRequest], config: SimConfig) -> Iterator[OpenRe
             isl_tokens=request.isl_tokens,
             sequence_hashes=prompt_hashes(request.names),
             tenant=request.tenant,
+            has_deadline=config.states_deadline,
         )
         yield OpenRequest(request, route, number % config.routers, request.arrival_s)

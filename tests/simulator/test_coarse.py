@@ -30,6 +30,7 @@ def config(prefill: int = 4, decode: int = 6, **changes: object) -> SimConfig:
             ttft_slo_s=6.0,
             itl_slo_s=0.4,
             keeps_itl=True,
+            states_deadline=True,
         ),
         **changes,
     )

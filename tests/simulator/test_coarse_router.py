@@ -18,7 +18,7 @@ def facts(isl_tokens: int = 1000, tenant: str = "") -> SimRequest:
 
 def waiting(*isl_tokens: int, admission: bool = True) -> CoarseRouter:
     """Return a router in which prompts of these lengths wait, named 0, 1, ..."""
-    router = CoarseRouter(SimConfig(itl_slo_s=0.1, keeps_itl=True, admission=admission))
+    router = CoarseRouter(SimConfig(itl_slo_s=0.1, keeps_itl=True, admission=admission, states_deadline=True))
     for number, isl in enumerate(isl_tokens):
         assert router.push(RequestId(str(number)), facts(isl), 0.0) == []
     return router
