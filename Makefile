@@ -12,6 +12,8 @@ LOCKED ?= yes
 ARGS ?=
 # Of test-clients: sdks, tools or all.
 PART ?= all
+# Of test-weekly: what .ci/run leaves out, as docs/lanes.md lists it.
+LANES ?= test-minutes test-faults test-hosts test-s3 test-otlp test-vllm test-sglang test-kube test-containers soak fuzz
 # Without cached bytecode every start of a process, and every parallel worker of the tests, compiles all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -34,7 +36,7 @@ UNLOCKED := $(if $(filter no,$(LOCKED)),--unlocked)
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev up demo demo-planner doctor test test-all test-long test-large test-vllm test-sglang test-envoy test-faults test-hosts test-containers test-kube test-clients soak check fmt clean force
-.PHONY: ui test-ui test-tls test-metrics test-otlp test-s3 fuzz lock sbom audit
+.PHONY: test-minutes test-weekly ui test-ui test-tls test-metrics test-otlp test-s3 fuzz lock sbom audit
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +69,12 @@ test-long: $(DEV) ## what takes long: two releases in one mesh, strangers at eve
 
 test-large: $(DEV) ## the second half of test-all
 	KVMESH_TEST_BUDGET=large $(PYTEST) -m 'hypothesis or budget' $(ARGS)
+
+test-minutes: $(DEV) ## the tests marked weekly, each of which takes minutes (root, as test-hosts)
+	KVMESH_TEST_WEEKLY=1 KVMESH_TEST_HOSTS=1 $(PY) -m pytest -n0 --durations=10 -m weekly $$(grep -rl 'mark\.weekly' tests --include='test_*.py') $(ARGS)
+
+test-weekly: $(DEV) ## test-minutes and all that .ci/run leaves out; docs/lanes.md records what passed (LANES='soak fuzz': some)
+	$(PY) deploy/lanes.py $(LANES)
 
 test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
 	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \

@@ -22,6 +22,7 @@ GROWTH: Mapping[str, float] = {  # that is no leak, over the part of a life that
     "shm_files": 4,
     "shm_mib": 4.0,
 }
+MOST_GC_PAUSE_MS = 20.0
 
 
 class SizeSample(Struct, frozen=True):
@@ -34,6 +35,7 @@ class SizeSample(Struct, frozen=True):
     tasks: int
     shm_files: int = 0
     shm_mib: float = 0.0
+    gc_pause_ms: float = 0.0  # the longest so far, in CPU time of its thread
 
 
 class Slope(Struct, frozen=True):
@@ -55,6 +57,7 @@ class ProcessLife(Struct, frozen=True):
     began_s: float
     seconds: float
     slopes: dict[str, Slope]
+    gc_pause_ms: float = 0.0  # the longest pause for garbage, in CPU time of its thread
 
     @property
     def growing(self) -> list[str]:
@@ -66,7 +69,8 @@ def life_of(name: str, pid: int, samples: Sequence[SizeSample]) -> ProcessLife:
     began_s, ended_s = samples[0].at_s, samples[-1].at_s
     counted = counted_part(samples)
     slopes = {} if len(counted) < LEAST_SAMPLES else {what: slope_of(what, counted) for what in GROWTH}
-    return ProcessLife(name, pid, round(began_s, 1), round(ended_s - began_s, 1), slopes)
+    gc_pause_ms = max(sample.gc_pause_ms for sample in samples)
+    return ProcessLife(name, pid, round(began_s, 1), round(ended_s - began_s, 1), slopes, round(gc_pause_ms, 2))
 
 
 def counted_part(samples: Sequence[SizeSample]) -> Sequence[SizeSample]:

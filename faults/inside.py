@@ -6,6 +6,7 @@ a real engine; the mock by itself would end instead.
 """
 
 import asyncio
+import gc
 import runpy
 import sys
 import time
@@ -47,13 +48,32 @@ def shift_clock(switches: Switches) -> None:
     put(time, "time", wrong)
 
 
-def watch_tasks(switches: Switches) -> None:
-    """Report the number of asyncio tasks, from the service's own event loop."""
+class GarbagePauses:
+    """Measures how long the garbage collector holds a thread, in the CPU time of that thread.
+
+    The first `settle` does not count: it collects before the work, so that later collections are short.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._began_s = 0.0
+        gc.callbacks.append(self._on_gc)
+
+    def _on_gc(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began_s = time.thread_time()
+        elif gc.get_freeze_count() or sys._getframe(1).f_code is not mesh.lifecycle.settle.__code__:
+            self.longest_s = max(self.longest_s, time.thread_time() - self._began_s)
+
+
+def watch_loop(switches: Switches) -> None:
+    """Report the number of asyncio tasks and the longest pause for garbage, from the service's own event loop."""
     until_done: Callable[[Any], Coroutine[Any, Any, Any]] = mesh.lifecycle._until_done
 
     async def report() -> None:
+        pauses = GarbagePauses()
         while True:
-            switches.report_tasks(len(asyncio.all_tasks()) - 1)
+            switches.report(len(asyncio.all_tasks()) - 1, 1000 * pauses.longest_s)
             await asyncio.sleep(LOOK_S)
 
     async def watched(main: Any) -> Any:
@@ -167,7 +187,7 @@ def main() -> None:
     switches = Switches(Path(sys.argv[1]))
     module = sys.argv[2]
     shift_clock(switches)
-    watch_tasks(switches)
+    watch_loop(switches)
     if module == "workers":
         spoil_engine(switches)
     sys.argv = [module, *sys.argv[3:]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from faults.growth import ProcessLife, SizeSample, life_of
+from faults.growth import MOST_GC_PAUSE_MS, ProcessLife, SizeSample, life_of
 from faults.kinds import DECODE, FRONTEND, PREFILL, ROUTER
 from faults.mesh import FaultsMesh
 from faults.report import FaultsReport
@@ -70,7 +70,10 @@ class Sampler:
                 if sizes is None or mesh.supervisor.pid(name) != pids[name]:
                     continue
                 rss_mib, fds, threads, shm_files, shm_mib = sizes
-                sample = SizeSample(clock(), rss_mib, fds, threads, mesh.switches[name].tasks, shm_files, shm_mib)
+                inside = mesh.switches[name]
+                sample = SizeSample(
+                    clock(), rss_mib, fds, threads, inside.tasks, shm_files, shm_mib, inside.gc_pause_ms
+                )
                 self.samples.setdefault((name, pids[name]), []).append(sample)
             await asyncio.sleep(SAMPLE_S)
 
@@ -122,8 +125,13 @@ def soak_report(found: FaultsReport, lives: Sequence[ProcessLife]) -> GrowthRepo
         for life in lives
         for what in life.growing
     ]
+    pauses = [
+        f"{life.name} (pid {life.pid}): its garbage collector held a thread for {life.gc_pause_ms:g} ms of CPU time"
+        for life in lives
+        if life.gc_pause_ms > MOST_GC_PAUSE_MS
+    ]
     # How fast faults are recovered from is asked by `kvmesh faults`; a soak asks what is left of them.
-    problems = [*growing, *(line for line in found.problems if not line.startswith("slow:"))]
+    problems = [*growing, *pauses, *(line for line in found.problems if not line.startswith("slow:"))]
     return GrowthReport(
         ok=not problems,
         seconds=found.seconds,

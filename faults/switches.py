@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-_FORMAT = struct.Struct(
-    "<dqqqqqq"
-)  # clock offset, stalls, raises, babbles, holds blocks, refuses pulls, tasks (written by the process)
-_TASKS_AT = _FORMAT.size - 8
+# clock offset, stalls, raises, babbles, holds blocks, refuses pulls; written by the process: tasks, longest pause
+_FORMAT = struct.Struct("<dqqqqqqd")
+_REPORTED = struct.Struct("<qd")
+_REPORTED_AT = _FORMAT.size - _REPORTED.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Switches:
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         if is_new:
-            path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0, 0, 0, 0))
+            path.write_bytes(bytes(_FORMAT.size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _FORMAT.size)
 
@@ -42,11 +42,11 @@ class Switches:
         return cls(path, is_new=True)
 
     def read(self) -> Orders:
-        offset_s, stalls, raises, babbles, holds, fails, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
+        offset_s, stalls, raises, babbles, holds, fails, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
         return Orders(offset_s, bool(stalls), raises, bool(babbles), bool(holds), bool(fails))
 
     def write(self, orders: Orders) -> None:
-        self._map[:_TASKS_AT] = _FORMAT.pack(
+        self._map[:_REPORTED_AT] = _FORMAT.pack(
             orders.clock_offset_s,
             orders.stalls,
             orders.raises,
@@ -54,15 +54,21 @@ class Switches:
             orders.holds_blocks,
             orders.fails_pulls,
             0,
-        )[:_TASKS_AT]
+            0.0,
+        )[:_REPORTED_AT]
 
     @property
     def tasks(self) -> int:
         """The number of asyncio tasks that the process has reported last."""
-        return int(struct.unpack_from("<q", self._map, _TASKS_AT)[0])
+        return int(_REPORTED.unpack_from(self._map, _REPORTED_AT)[0])
 
-    def report_tasks(self, count: int) -> None:
-        struct.pack_into("<q", self._map, _TASKS_AT, count)
+    @property
+    def gc_pause_ms(self) -> float:
+        """The longest pause of the process for garbage, in CPU time of its thread."""
+        return float(_REPORTED.unpack_from(self._map, _REPORTED_AT)[1])
+
+    def report(self, tasks: int, gc_pause_ms: float) -> None:
+        _REPORTED.pack_into(self._map, _REPORTED_AT, tasks, gc_pause_ms)
 
     def close(self) -> None:
         self._map.close()

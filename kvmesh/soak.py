@@ -87,13 +87,14 @@ def show(report: GrowthReport, console: Console) -> None:
     table.add_column("life, s", justify="right", no_wrap=True)
     for what in SHOWN:
         table.add_column(f"{what}, per hour", justify="right")
+    table.add_column("gc pause, ms", justify="right")
     for life in report.lives:
         cells = []
         for what in SHOWN:
             slope = life.slopes[what]
             text = f"{slope.first:g} -> {slope.last:g}, {slope.per_hour:+.3g}"
             cells.append(text if slope.is_flat else f"[red]{text}[/red]")
-        table.add_row(life.name, f"{life.seconds:.0f}", *cells)
+        table.add_row(life.name, f"{life.seconds:.0f}", *cells, f"{life.gc_pause_ms:g}")
     console.print(table)
     console.print("flat is: " + ", ".join(f"{what} +{most:g}" for what, most in GROWTH.items()), soft_wrap=True)
     for line in report.problems:

@@ -22,6 +22,8 @@ _RETRANSMITS = 2  # offset of the number of times that the oldest packet was sen
 _UNACKED, _LAST_ACK_MS = 8 + 4 * 4, 8 + 4 * 12  # offsets of u32 in struct tcp_info
 _AT_ONCE_MS = 1
 _RECEIVED_BYTES = 8 + 4 * 24 + 8 * 3  # offset of a u64 in struct tcp_info
+_CONNECT_MS = 1500  # a connection that gets no answer for so long fails; the kernel tries a second time after 1 s
+_SYN_SENT = 2  # a state, in struct tcp_info and in /proc/self/net/tcp
 
 
 def probe_when_silent(connection: socket.socket) -> None:
@@ -86,14 +88,38 @@ def received_bytes(host: str) -> int:
 def break_cut_connections(host: str) -> int:
     """Break the connections of this process to a host that are cut, and have the others probed. Return how many broke.
 
-    It is for libraries that have no deadline of their own. The kernel breaks a connection at the next try to send.
+    It is for libraries that have no deadline of their own. The kernel breaks a connection at the next try to send. One
+    that is still connecting fails soon: by itself it would try for two minutes, at last once a minute, and then the
+    peer would not be reached for so long after a cut has healed.
     """
     broken = 0
+    connecting: set[int] | None = None
     for connection in connections_of_process():
         with contextlib.suppress(OSError, AttributeError):  # it listens, or is no longer connected
-            if connection.getpeername()[0] == host:
+            if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT:
+                if connecting is None:
+                    connecting = _connecting_to(host)
+                if os.fstat(connection.fileno()).st_ino in connecting:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CONNECT_MS)
+                    broken += 1
+            elif connection.getpeername()[0] == host:
                 probe_when_silent(connection)
                 if wire_of(connection).is_cut:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _AT_ONCE_MS)
                     broken += 1
     return broken
+
+
+def _connecting_to(host: str) -> set[int]:
+    """Return the inodes of sockets that are connecting to a host, which no call on such a socket tells."""
+    found = set()
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        with contextlib.suppress(OSError):
+            words = struct.Struct(f"={'I' if family == socket.AF_INET else '4I'}")
+            address = "".join(f"{word:08X}" for word in words.unpack(socket.inet_pton(family, host)))
+            with open(f"/proc/self/net/{name}", encoding="ascii") as table:
+                for line in table:
+                    fields = line.split()
+                    if fields[3] == f"{_SYN_SENT:02X}" and fields[2].startswith(f"{address}:"):
+                        found.add(int(fields[9]))
+    return found

@@ -47,12 +47,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+# marker: the variable that runs its tests, and what else does
+_SKIPPED_UNLESS = {
+    "long": ("KVMESH_TEST_LONG", "takes long: make test-long"),
+    "weekly": ("KVMESH_TEST_WEEKLY", "takes minutes: make test-weekly"),
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("KVMESH_TEST_LONG") != "1":
-        skip = pytest.mark.skip(reason="takes long: make test-long, or KVMESH_TEST_LONG=1")
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(skip)
+    for marker, (variable, reason) in _SKIPPED_UNLESS.items():
+        if os.environ.get(variable) != "1":
+            skip = pytest.mark.skip(reason=f"{reason}, or {variable}=1")
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(skip)
 
 
 @pytest.fixture(scope="module", autouse=True)

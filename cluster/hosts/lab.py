@@ -196,8 +196,11 @@ class Lab:
             rule = f"add rule bridge {TABLE} forward ip saddr {source} ip daddr {target} {verdict}"
             self._on_bridge("nft", rule)
 
-    def cut(self, one: str, other: str) -> None:
-        """Drop all packets between two hosts: neither learns anything."""
+    def cut(self, one: str, other: str, *, except_port: int = 0) -> None:
+        """Drop all packets between two hosts: neither learns anything. `except_port` of either host stays open."""
+        if except_port:
+            for end in ("sport", "dport"):
+                self._between(one, other, f"tcp {end} {except_port} accept")
         self._between(one, other, "drop")
 
     def reset(self, one: str, other: str) -> None:

@@ -17,6 +17,7 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = 300
 ANSWER_TOKENS = 8
 LEASE_S = 3  # of etcd
+PREFILL_PORT = 7000  # of the prefill worker's request plane
 UNTIL_S = 60.0
 CLIENT_TIMEOUT_S = 30
 SERVERS = ("etcd", "nats-server")
@@ -70,7 +71,7 @@ class HostsMesh:
         cache = ("--model-cache", str(lab.folder / "cache"))
         frontend = self.service(front.name, "frontend", "frontend", "--port", "8000", "--router", "remote", *cache)
         workers = [
-            self.worker("prefill", "prefill-0", "prefill"),
+            self.worker("prefill", "prefill-0", "prefill", "--port", str(PREFILL_PORT)),
             self.worker("decode", "decode-0", "decode"),
             self.worker("decode", "decode-1", "decode", "--kv-events-transport", "nats", "--nats-url", self.nats_url),
         ]

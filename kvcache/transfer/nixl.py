@@ -39,7 +39,10 @@ _LINGER_POLL_S = 0.01
 _END_S = 2.0
 _MAX_PEERS = 256
 _PROBE_S = 0.3  # time to answer for a peer whose last transfer has failed
-_LOOK_S = 0.2  # a transfer that takes longer has its connections looked at, and again after as long
+_LOOK_S = 0.2  # a transfer that takes longer has its connections checked, and again after as long
+# A try to connect holds up the transfers of all peers. So a peer that took no connection is left alone, twice as long
+# after each try.
+_REST_S, _MOST_REST_S = 0.5, 8.0
 
 Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields while it waits for the network
 
@@ -126,6 +129,7 @@ class NixlBackend:
         job = _Fetch(ticket, spans)
         self._agent.submit(job)
         done = asyncio.wrap_future(job.result)
+        checks = _check_wire(split_address(ticket.address)[0], done)
         try:
             num_bytes = await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -137,6 +141,8 @@ class NixlBackend:
             if len(self._failed) < _MAX_PEERS:
                 self._failed.add(ticket.worker_id)
             raise
+        finally:
+            checks.cancel()
         self._failed.discard(ticket.worker_id)
         return num_bytes
 
@@ -145,6 +151,18 @@ class NixlBackend:
         if agent is not None:
             agent.submit(None)
             await asyncio.to_thread(agent.join)
+
+
+def _check_wire(host: str, done: asyncio.Future[int]) -> asyncio.TimerHandle:
+    """Break connections to a host that are cut or get no answer, until a fetch is done. NIXL would wait for minutes."""
+    loop = asyncio.get_running_loop()
+
+    def check() -> None:
+        if not done.done():
+            loop.run_in_executor(None, break_cut_connections, host)
+            loop.call_later(_LOOK_S, check)
+
+    return loop.call_later(_LOOK_S, check)
 
 
 async def probe(address: str) -> None:
@@ -184,6 +202,7 @@ class _AgentThread(threading.Thread):
         self._linger_until = 0.0  # infinite while an offer stands
         self._running: list[tuple[_Fetch, Steps]] = []
         self._peers: OrderedDict[WorkerId, str] = OrderedDict()  # worker -> NIXL agent name
+        self._resting: dict[WorkerId, tuple[float, float]] = {}  # took no connection: how long to rest, until when
         self._scratch = np.zeros(NUM_SLOTS, dtype=np.uint64)  # remote slots are read into it
         self._scratch_free = list(range(NUM_SLOTS))
         self._device = 0 if region.device == "cpu" else int(region.device.partition(":")[2] or 0)
@@ -368,13 +387,9 @@ class _AgentThread(threading.Thread):
             # Wait also when the caller has given up: to release a transfer does not stop UCX. Over TCP it continues
             # to write into our blocks while the transfer is in progress.
             state = agent.transfer(handle)
-            look_s = time.monotonic() + _LOOK_S
             while state == "PROC":
                 yield
                 state = agent.check_xfer_state(handle)
-                if time.monotonic() > look_s:
-                    break_cut_connections(split_address(job.ticket.address)[0])
-                    look_s = time.monotonic() + _LOOK_S
         finally:
             self._release(handle)
         if job.aborted:
@@ -392,7 +407,18 @@ class _AgentThread(threading.Thread):
         if (name := self._peers.get(worker_id)) is not None:
             self._peers.move_to_end(worker_id)
             return name
-        name = self._agent.add_remote_agent(peer.metadata)
+        rest_s, until_s = self._resting.get(worker_id, (_REST_S, 0.0))
+        if (began_s := time.monotonic()) < until_s:
+            raise TransferError(f"{worker_id} took no connection for KV a moment ago")
+        try:
+            name = self._agent.add_remote_agent(peer.metadata)  # connects, and returns when that has ended
+        except Exception:
+            if (ended_s := time.monotonic()) - began_s > _LOOK_S:  # a peer that refuses costs nothing
+                if len(self._resting) >= _MAX_PEERS:
+                    self._resting.clear()
+                self._resting[worker_id] = (min(2 * rest_s, _MOST_REST_S), ended_s + rest_s)
+            raise
+        self._resting.pop(worker_id, None)
         name = name.decode() if isinstance(name, bytes) else str(name)
         self._peers[worker_id] = name
         if len(self._peers) > _MAX_PEERS:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.growth import GROWTH, SizeSample, life_of, line_slope
+from faults.growth import GROWTH, MOST_GC_PAUSE_MS, SizeSample, life_of, line_slope
 from faults.report import FaultsReport
 from faults.soak import draw, mapped_shm, read_sizes, soak_report, soak_schedule
 
@@ -76,6 +76,32 @@ def test_growth_is_a_problem_and_a_slow_recovery_is_none() -> None:
     leaking = soak_report(report_with([]), [life_of("w", 7, samples(lambda at: 60 + at / 60))])
     assert not leaking.ok and leaking.problems[0].startswith("w (pid 7, 1798 s): rss_mib grew by")
     assert not soak_report(report_with(["hung: request 3"]), []).ok
+
+
+def test_a_long_pause_for_garbage_is_a_problem() -> None:
+    taken = [*samples(lambda at: 60), SizeSample(1800.0, 60, 40, 10, 20, gc_pause_ms=MOST_GC_PAUSE_MS + 1)]
+    report = soak_report(report_with([]), [life_of("w", 7, taken)])
+    assert report.problems == ["w (pid 7): its garbage collector held a thread for 21 ms of CPU time"]
+    assert soak_report(report_with([]), [life_of("w", 7, samples(lambda at: 60))]).ok
+
+
+def test_pauses_for_garbage_are_measured_but_not_the_first_settle() -> None:
+    script = """
+import gc
+from faults.inside import GarbagePauses
+from mesh.lifecycle import settle
+kept = [[] for _ in range(200_000)]
+pauses = GarbagePauses()
+settle()
+first_s = pauses.longest_s
+more = [[] for _ in range(200_000)]
+settle()
+assert first_s == 0.0 and pauses.longest_s > 0.0, (first_s, pauses.longest_s)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", "import gc; gc.disable()" + script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_sizes_of_a_process_are_read_from_the_system() -> None:

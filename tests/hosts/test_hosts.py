@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from cluster.hosts.mesh import BLOCK_SIZE, HostsMesh
+from cluster.hosts.mesh import BLOCK_SIZE, PREFILL_PORT, HostsMesh
 
 PROMPTS = range(1, 9)
 KV_BYTES_PER_PROMPT = 622_592  # 304 tokens' blocks of the tiny model
@@ -13,6 +13,7 @@ SILENCE_S = 2.5  # the promise is 2 s; half a second is for the prompt, which is
 RESET_S = 0.8  # the promise is 0.3 s beyond a request that is not disturbed
 AWAY_S = 1.0  # a peer that is known to be away costs one probe
 HEALED_S = 1.0
+RESTED_S = 10.0  # a peer that took no connection again and again is left alone for 8 s
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +57,27 @@ def test_silence_costs_each_decode_worker_two_seconds_once(mesh: HostsMesh, righ
     healed = mesh.ask(1)
     assert (healed.text, healed.pulled_bytes) == (right[1], KV_BYTES_PER_PROMPT)
     assert healed.took_s < HEALED_S
+
+
+@pytest.mark.parametrize("cut_s", [8.0, pytest.param(600.0, marks=[pytest.mark.weekly, pytest.mark.timeout(900)])])
+def test_kv_moves_again_after_a_cut_of_its_ports_alone(mesh: HostsMesh, right: dict[int, str], cut_s: float) -> None:
+    """The request plane stays open, so the peer of each pull answers while its KV does not come."""
+    mesh.until(lambda: mesh.ask(1).trace["decode_worker"] == "decode-0", "a connection that the cut hits")
+    mesh.lab.cut("prefill", "decode", except_port=PREFILL_PORT)
+    ends_s = time.monotonic() + cut_s
+    took_s = []
+    while time.monotonic() < ends_s:
+        number = PROMPTS[len(took_s) % len(PROMPTS)]
+        answer = mesh.ask(number)
+        assert (answer.text, answer.pulled_bytes) == (right[number], 0)
+        took_s.append(answer.took_s)
+    assert max(took_s) < SILENCE_S
+    mesh.lab.heal()
+    for worker in ("decode-0", "decode-1"):
+        fields = {"kvmesh": {"trace": True, "worker": worker, "disaggregate": True}}
+        healed_s = mesh.until(lambda fields=fields: mesh.ask(2, **fields).pulled_bytes > 0, f"{worker} pulls again")
+        assert healed_s < RESTED_S
+    assert mesh.ask(2).text == right[2]
 
 
 def test_resets_between_prefill_and_decode_cost_nothing(mesh: HostsMesh, right: dict[int, str]) -> None:

@@ -1,12 +1,16 @@
 """Tests of the rule that tells a cut connection from one whose peer hangs. tests/hosts cuts real ones."""
 
+import errno
+import select
 import socket
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from mesh.silence import PROBE_S, break_cut_connections, probe_when_silent, received_bytes, wire_of
 
+HOSTS = ("127.0.0.2", "127.0.0.3")
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the options are Linux's")
 
 
@@ -21,6 +25,22 @@ def test_connections_to_a_host_are_probed_and_healthy_ones_stay() -> None:
             assert far.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
             near.sendall(b"still open")
             assert one.accept()[0].recv(20) == b"still open"
+
+
+def test_a_connection_that_gets_no_answer_fails_soon() -> None:
+    with ExitStack() as kept:
+        full, other = (kept.enter_context(socket.create_server((host, 0), backlog=0)) for host in HOSTS)
+        connecting = []
+        for server in (full, full, full, other, other, other):  # two fill its queue, and the third is not answered
+            connecting.append(kept.enter_context(socket.socket()))
+            connecting[-1].setblocking(False)
+            assert connecting[-1].connect_ex(server.getsockname()) == errno.EINPROGRESS
+        assert break_cut_connections(HOSTS[0]) > 0
+        began_s = time.monotonic()
+        assert select.select([], [connecting[2]], [], 10.0)[1]
+        assert connecting[2].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT
+        assert time.monotonic() - began_s < 5.0
+        assert select.select([], [connecting[5]], [], 0.0)[1] == [], "connections to other hosts are left alone"
 
 
 def test_a_peer_that_does_not_read_is_not_cut() -> None:
