@@ -26,7 +26,7 @@ class CrewMember(Struct, frozen=True, kw_only=True):
     role: Role
     address: str
     pid: int
-    resting: str  # "drained" or "asleep", "" for neither
+    resting: str  # its state while it takes no requests, else ""
     status: WorkerStatus | None  # null: it did not answer
     problem: str  # why there is no status
 

@@ -271,6 +271,7 @@ _DESCRIBED = {
     404: "There is no such thing, for example no such model; the error names it.",
     405: "The path does not take this method; Allow names those that it takes.",
     408: "The request did not come to its end in time.",
+    409: "The worker is in a state that does not allow it; the error says what to order first.",
     413: "The body is too large, as it is sent or when it is inflated.",
     415: "The body has a content encoding that is not supported; Accept-Encoding names those that are.",
     429: "Too much is in progress; Retry-After says when to come back.",

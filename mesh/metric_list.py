@@ -376,6 +376,7 @@ _WORKER = (
         _OF_WORKER,
         "Seconds since the engine last gave a part of an answer, while it has requests.",
     ),
+    _gauge(_P + "serving", "workers", _OF_WORKER, "1 while the worker takes requests, 0 in every other state."),
 )
 _P = "kvmesh_planner_"
 _PLANNER = (

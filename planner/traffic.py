@@ -24,6 +24,7 @@ NO_DEMAND = frozenset(
         "model_not_found",
         "not_found",
         "method_not_allowed",
+        "conflict",
         "request_timeout",
         "body_too_large",
         "head_too_large",

@@ -42,6 +42,12 @@ class InvalidRequestError(MeshError):
     code = "invalid_request"
 
 
+class WrongStateError(InvalidRequestError):
+    """Report an order that does not fit the present state. Another order comes first."""
+
+    code = "conflict"
+
+
 class ContextLengthError(InvalidRequestError):
     code = "context_length"
 

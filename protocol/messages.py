@@ -308,7 +308,9 @@ class WorkerCard(Card, frozen=True):
     tool_parser: str = ""  # how the model writes tool calls; "": guess from its chat template
     reasoning_parser: str = ""  # how the model sets its thoughts apart; "": guess from its chat template
     model_files: Annotated[tuple[ModelFile, ...], Meta(max_length=16)] = ()  # what it answers `model_file` with
-    resting: Annotated[str, Meta(max_length=32)] = ""  # "drained" or "asleep": it takes no requests; "": it does
+    resting: Annotated[str, Meta(max_length=32)] = (
+        ""  # its state while it takes no requests, as "drained" or "asleep"; "": it serves
+    )
     tiers: Annotated[tuple[CardTier, ...], Meta(max_length=3)] = ()  # below the device, the fastest first
     prefill_token_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to compute one token of a prompt; 0: unknown
     # Workers with equal prints have KV of equal bytes for equal prompts, and pull it from each other; "": it does not.
@@ -654,7 +656,7 @@ class Control(Message, frozen=True):
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a worker as the worker itself sees it."""
 
-    state: str  # "serving", "drained", "asleep" or "changing"
+    state: str  # a value of workers.states.WorkerState
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0

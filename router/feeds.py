@@ -184,8 +184,8 @@ class WorkerFeed:
         self._carry_out(changes)
 
     def _rest(self, key: str, card: WorkerCard) -> None:
-        """Take no more account of a worker that an operator has drained, until its card says otherwise."""
-        self._findings.ignore(key, f"it is {card.resting}; `kvmesh workers` wakes it")
+        """Take no more account of a worker that takes no requests, until its card says otherwise."""
+        self._findings.ignore(key, f"it is {card.resting}; see `kvmesh workers`")
         if card.worker_id not in self.resting:
             self._leave(card.worker_id)
         self.resting[card.worker_id] = card

@@ -6,13 +6,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from protocol.errors import InvalidRequestError, MeshError
-from protocol.messages import Control, ControlAction, ControlReply, WorkerStatus
+from protocol.messages import Control, ControlAction, ControlReply, Role, WorkerStatus
 from protocol.tiers import Tier
 from workers.engine import Controllable, Engine, EngineInfo, ResetsCache, Sleeps
-from workers.resting import Resting
-from workers.turning import Turning, role_asked_for
+from workers.life import Place, WorkerLife
+from workers.roles import check_can_turn, role_asked_for
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +26,15 @@ class WorkerControls:
     def __init__(
         self,
         engine: Engine,
-        turning: Turning,
-        resting: Resting,
+        place: Place,
+        life: WorkerLife,
         info: Callable[[], EngineInfo],
         quiet_s: Callable[[], float],
         check_health: Callable[[], None],
     ) -> None:
         self._engine = engine
-        self._turning = turning
-        self._resting = resting
+        self._place = place
+        self._life = life
         self._info = info
         self._quiet_s = quiet_s
         self._check_health = check_health
@@ -46,38 +47,37 @@ class WorkerControls:
             case ControlAction.STATUS:
                 return ControlReply(detail=self.state, loras=info.loras, status=self.status())
             case ControlAction.SET_ROLE:
-                return await self._turning.set_role(role_asked_for(request.arguments), self._info)
+                return await self._set_role(role_asked_for(request.arguments))
             case ControlAction.DRAIN:
-                await self._resting.rest("drained", info)
-                return ControlReply(detail="it takes no requests until it is resumed", loras=info.loras)
+                detail = await self._life.drain()
             case ControlAction.RESUME:
-                if self._resting.state == "asleep":
-                    raise InvalidRequestError("this worker is asleep", hint="wake it")
-                await self._resting.resume(info)
-                return ControlReply(detail="it takes requests", loras=info.loras)
-            case ControlAction.LOG_LEVEL:
-                return ControlReply(detail=set_log_level(request.arguments), loras=info.loras)
+                detail = await self._life.resume()
             case ControlAction.SLEEP:
-                return await self._sleep(request, info)
+                if not isinstance(self._engine, Controllable | Sleeps):
+                    raise InvalidRequestError("this worker's engine cannot sleep", hint="drain it")
+                detail = await self._life.sleep(partial(self._of_engine, request))
             case ControlAction.WAKE:
-                reply = await self._of_engine(request)
-                await self._resting.resume(self._info())
-                return reply
+                if not isinstance(self._engine, Controllable | Sleeps):
+                    raise InvalidRequestError("this worker's engine cannot sleep", hint="resume it")
+                detail = await self._life.wake(partial(self._of_engine, request))
+            case ControlAction.LOG_LEVEL:
+                detail = set_log_level(request.arguments)
             case _:
-                return await self._of_engine(request)
+                return await self._engine_reply(request)
+        return ControlReply(detail=detail, loras=self._info().loras)
 
-    async def _sleep(self, request: Control, info: EngineInfo) -> ControlReply:
-        """Drain the worker before its engine sleeps: a request that reached a sleeping engine would fail."""
-        if not isinstance(self._engine, Controllable | Sleeps):
-            raise InvalidRequestError("this worker's engine cannot sleep", hint="drain it")
-        await self._resting.rest("asleep", info)
-        try:
-            return await self._of_engine(request)
-        except MeshError:
-            await self._resting.resume(info)
-            raise
+    async def _set_role(self, role: Role) -> ControlReply:
+        """Turn, and say under which id the worker has come back. It is no error to ask for the role that it has."""
+        place = self._place
+        if role is place.role and place.states.has_card:
+            return ControlReply(detail=f"it is a {role.value} worker already", worker_id=place.worker_id)
+        check_can_turn(self._engine, place.engine_kind, self._info(), role)
+        return ControlReply(detail=await self._life.turn(role), worker_id=place.worker_id)
 
-    async def _of_engine(self, request: Control) -> ControlReply:
+    async def _of_engine(self, request: Control) -> str:
+        return (await self._engine_reply(request)).detail
+
+    async def _engine_reply(self, request: Control) -> ControlReply:
         """Have the engine do it. An engine's own exception for bad arguments is the operator's."""
         if not isinstance(self._engine, Controllable):
             return ControlReply(detail=await self._without_engine(request), loras=self._info().loras)
@@ -111,7 +111,7 @@ class WorkerControls:
 
     @property
     def state(self) -> str:
-        return "changing" if self._turning.to is not None else self._resting.state or "serving"
+        return self._place.states.state.value
 
     def status(self) -> WorkerStatus:
         load = self._engine.load()

@@ -20,6 +20,7 @@ from workers.engine import Engine, EngineInfo, Ranked
 from workers.load_reports import reporting_ranks
 from workers.model_files import OfferedFiles, model_files
 from workers.names import worker_name
+from workers.states import WorkerStates
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Membership:
         self.engine_kind: str = config.engine
         self.worker_id = new_worker_id(worker_name(config))
         self.address = ""  # of the request plane: to be set before it joins
-        self.resting = ""  # as in the card
+        self.states = WorkerStates()
+        self._showing = asyncio.Lock()  # the last card that is shown has the last state
         self._config = config
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
         self._discovery = discovery
@@ -56,12 +58,19 @@ class Membership:
             rank.on_kv_events(lambda events, number=number: self.publishers[number].publish(events))  # type: ignore[misc]
 
     async def join(self, info: EngineInfo) -> None:
-        """Join the mesh, or report to routers what has changed. Does nothing for an engine that serves nobody."""
-        if info.serves:
+        """Join the mesh, or report to routers what has changed.
+
+        Does nothing for an engine that serves nobody, and in a state in which the worker has no card.
+        """
+        if not info.serves:
+            return
+        async with self._showing:
             folder = Path(info.model_path)
             files = await asyncio.to_thread(model_files, folder)
             self.files.offer(folder, files)
             http_endpoint = await asyncio.to_thread(http_endpoint_of, self._config)
+            if not self.states.has_card:
+                return
             card = make_card(
                 self._config,
                 self.worker_id,
@@ -74,15 +83,16 @@ class Membership:
                 files=files,
                 http_endpoint=http_endpoint,
                 kv_key=self.event_key if info.tells_events else "",
-                resting=self.resting,
+                resting=self.states.on_card,
             )
             self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode_card(card))
 
     async def leave(self) -> None:
         """A second call does nothing."""
-        registration, self._registration = self._registration, None
-        if registration is not None:
-            await registration.withdraw()
+        async with self._showing:
+            registration, self._registration = self._registration, None
+            if registration is not None:
+                await registration.withdraw()
 
     async def change(self, role: Role, *, tells_events: bool) -> None:
         """Be another worker from now on, which has yet to join. Its first events say what its caches hold."""

@@ -37,6 +37,7 @@ LOADS = AtScrape(
             "cached_blocks",
             "kv_offers",
             "stalled_seconds",
+            "serving",
             "kv_tier_lookups_total",
             "kv_tier_hit_blocks_total",
             "kv_tier_refused_total",
@@ -58,7 +59,9 @@ DROPPED = "dropped_"  # begins the names of counts of dropped blocks
 UNREADABLE = "unreadable_"  # ... and of blocks that could not be read
 
 
-def read_load(labels: tuple[str, str, str], load: EngineLoad, stalled_s: float) -> Iterator[Reading]:
+def read_load(
+    labels: tuple[str, str, str], load: EngineLoad, stalled_s: float, *, serves: bool = True
+) -> Iterator[Reading]:
     """Yield the samples of one worker, whose name, model and role are `labels`.
 
     `stalled_s`: for how long no answer has advanced, of an engine whose steps are not watched.
@@ -72,6 +75,7 @@ def read_load(labels: tuple[str, str, str], load: EngineLoad, stalled_s: float) 
         "total_blocks": load.total_blocks,
         "kv_offers": load.offers,
         "stalled_seconds": max(load.stalled_s, stalled_s),
+        "serving": serves,
     }
     for name, value in values.items():
         if value is not None:
@@ -122,11 +126,15 @@ def read_tiers(labels: tuple[str, str, str], uses: Sequence[TierUse]) -> Iterato
 
 
 def watch_load(
-    name: str, place: Callable[[], tuple[str, str]], load: Callable[[], EngineLoad], stalled_s: Callable[[], float]
+    name: str,
+    place: Callable[[], tuple[str, str]],
+    load: Callable[[], EngineLoad],
+    stalled_s: Callable[[], float],
+    serves: Callable[[], bool] = lambda: True,
 ) -> None:
     """Read the load of a worker when Prometheus asks. `place` returns its model and its present role."""
     _places[name] = place
-    LOADS.read(name, lambda: read_load((name, *place()), load(), stalled_s()))
+    LOADS.read(name, lambda: read_load((name, *place()), load(), stalled_s(), serves=serves()))
 
 
 def forget_load(name: str) -> None:

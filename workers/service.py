@@ -53,6 +53,7 @@ from workers.engine import Engine, EngineInfo, KeepsTimes, PullsKv, Pushing, Ran
 from workers.engines.opening import check_settings, open_engine
 from workers.engines.registry import ENGINES
 from workers.event_keys import EventKeys
+from workers.life import Place, WorkerLife, offers_taken
 from workers.load_reports import LoadReports
 from workers.membership import Membership
 from workers.metrics import REQUESTS, forget_load, labels_of_workers, watch_load
@@ -60,13 +61,11 @@ from workers.model_files import OfferedFiles
 from workers.names import worker_name
 from workers.peer_pulls import asking
 from workers.prefix_offers import LEASE_S, PrefixOffers
-from workers.resting import Resting
 from workers.sealed_tickets import TicketOffice
 from workers.spent_time import SpentTime
 from workers.stall import ANSWER_STALL_S, AnswerWatch
 from workers.transfer_probe import ProbeOffers, probe_transfer
 from workers.trying import EngineCanary
-from workers.turning import Place, Turning, offers_taken
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class Readiness:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = self._starting = num_workers
         self._leaving = 0
-        self._resting: dict[str, str] = {}
+        self._states: dict[str, str] = {}  # of the workers that take no requests
 
     def problem(self) -> str:
         """Return why the process should get no work, "" if all its workers have joined and none has begun to leave."""
@@ -89,7 +88,7 @@ class Readiness:
             return "draining"
         if self._starting:
             return f"{self._starting} of {self._num_workers} workers have not joined yet"
-        return ", ".join(f"{name} is {state}" for name, state in self._resting.items())
+        return ", ".join(f"{name} is {state}" for name, state in self._states.items())
 
     def on_ready(self) -> None:
         self._starting -= 1
@@ -99,11 +98,11 @@ class Readiness:
     def on_leaving(self) -> None:
         self._leaving += 1
 
-    def on_resting(self, name: str, state: str) -> None:
-        """Take that a worker is "drained" or "asleep", or "" if it serves again."""
-        self._resting.pop(name, None)
+    def on_state(self, name: str, state: str) -> None:
+        """Note the state of a worker, "" if it serves."""
+        self._states.pop(name, None)
         if state:
-            self._resting[name] = state
+            self._states[name] = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +189,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         if info is None:
             log.info("stopped before it was ready")
             return
+        cleanup.push_async_callback(worker.life.end)
         worker.info = info
         membership.follow_caches()
         worker.observe(worker_name(config), info.model, cleanup)
@@ -208,7 +208,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         await until_stopped(stop, worker)
         host.readiness.on_leaving()
         log.info("draining")
-        await worker.turning.end()
+        await worker.life.end()
         await membership.leave()
         worker.load_reports.close()
         deadline = asyncio.get_running_loop().time() + config.drain_timeout_s
@@ -228,7 +228,7 @@ def open_worker(config: WorkerConfig, host: Host, engine: Engine, membership: Me
         office=None if host.credentials is None else TicketOffice(host.plane),
         credentials=host.credentials,
         canary_interval_s=canary_interval_s(config),
-        on_resting=partial(host.readiness.on_resting, worker_name(config)),
+        on_state=partial(host.readiness.on_state, worker_name(config)),
     )
 
 
@@ -299,7 +299,7 @@ class Worker:
         office: TicketOffice | None = None,
         credentials: Credentials | None = None,
         canary_interval_s: float = 0.0,
-        on_resting: Callable[[str], object] = str,
+        on_state: Callable[[str], object] = str,
     ) -> None:
         """Take `stall_timeout_s`: an engine none of whose answers advances for so long counts as hung. 0: never."""
         self._engine = engine
@@ -310,12 +310,9 @@ class Worker:
         self._pushing = engine if isinstance(engine, Pushing) else None
         self._timing = engine if isinstance(engine, KeepsTimes) else None
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
-        self.turning = Turning(engine, place, drain_timeout_s)
+        self.life = WorkerLife(engine, place, self._info, drain_timeout_s, on_state)
         self.canary = EngineCanary(engine, canary_interval_s)
-        self._resting = Resting(engine, place, self.turning, drain_timeout_s, on_resting)
-        self._controls = WorkerControls(
-            engine, self.turning, self._resting, self._info, self.canary.quiet_s, self._check_engine
-        )
+        self._controls = WorkerControls(engine, place, self.life, self._info, self.canary.quiet_s, self._check_engine)
         self.load_reports = LoadReports(self._ranks, load_report_interval_s)
         self.info: EngineInfo | None = None
         self._card_tiers = CardTiers()
@@ -327,19 +324,25 @@ class Worker:
     def check_health(self) -> None:
         """Raise EngineError if this worker can serve no more."""
         self._check_engine()
-        now_s, requests = time.monotonic(), len(self.turning.requests)
-        info = None if self._resting.state == "asleep" else self.info  # a quiet engine that sleeps is let sleep
+        now_s, requests = time.monotonic(), len(self.life.requests)
+        info = self.info if self._place.states.engine_answers else None  # a quiet engine that sleeps is let sleep
         if what := self._answers.hangs(requests, now_s) or self.canary.look(requests, now_s, info):
             raise EngineError(f"the engine of {self._place.worker_id} hangs: {what}")
 
     def _check_engine(self) -> None:
         self._engine.check_health()
-        self.turning.check_health()
+        self.life.check_health()
 
     def observe(self, name: str, model: str, cleanup: AsyncExitStack) -> None:
         """Let Prometheus read the load until `cleanup` is closed."""
         place, engine, answers = self._place, self._engine, self._answers
-        watch_load(name, lambda: (model, place.role.value), engine.load, answers.age_s)
+        watch_load(
+            name,
+            lambda: (model, place.role.value),
+            engine.load,
+            answers.age_s,
+            lambda: place.states.takes_requests,
+        )
         cleanup.callback(forget_load, name)
 
     def handlers(self) -> dict[str, Handler]:
@@ -365,7 +368,7 @@ class Worker:
         await self._end_earlier(request.request_id)
         with (
             RequestContext(request.request_id, request.traceparent, request.tracestate),
-            counted(self.turning.requests, self._calls, request.request_id),
+            counted(self.life.requests, self._calls, request.request_id),
         ):
             self._check_is_meant(request.worker_id)
             self._check_roles(request)
@@ -396,7 +399,7 @@ class Worker:
         await self._end_earlier(request.request_id)
         with (
             RequestContext(request.request_id, request.traceparent, request.tracestate),
-            counted(self.turning.requests, self._calls, request.request_id),
+            counted(self.life.requests, self._calls, request.request_id),
         ):
             self._check_is_meant(request.worker_id)
             self._check_model(request.model)
@@ -467,7 +470,7 @@ class Worker:
 
     async def tell_tiers(self) -> None:
         """Report on the card how fast the tiers of the cache are, where that has changed."""
-        if not isinstance(self._engine, ReportsTiers) or self.turning.to is not None or self._resting.state:
+        if not isinstance(self._engine, ReportsTiers) or not self._place.states.takes_requests:
             return
         info = self._card_tiers.due(self._info(), self._engine.tier_report(), time.monotonic())
         if info is not None:
@@ -492,10 +495,8 @@ class Worker:
 
     def _check_model(self, model: str) -> None:
         info = self._info()
-        if self.turning.to is not None:
-            raise DrainingError(f"this worker is becoming a {self.turning.to.value} worker")
-        if self._resting.state:
-            raise DrainingError(f"this worker is {self._resting.state}")
+        if (refusal := self._place.states.refusal()) is not None:
+            raise refusal
         if model != info.model:
             raise InvalidRequestError(f"model {model!r} is not served here", hint="route by the worker's card")
 
@@ -504,7 +505,7 @@ class Worker:
         role = self._place.role
         if role is not (Role.DECODE if request.offer_kv else Role.PREFILL):
             return
-        if self.turning.count:  # the caller has not heard of the change yet
+        if self._place.states.turns:  # the caller has not heard of the change yet
             raise DrainingError(f"this worker has become a {role.value} worker")
         if role is Role.DECODE:
             raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")

@@ -99,7 +99,7 @@ ENDPOINTS = (
             summary="Drain a worker, change its role, have it sleep, profile it, reset its cache; for admin keys",
             request=(WorkerControl,),
             reply=WorkerControlled,
-            failures=ASKED_FAILURES,
+            failures=(*ASKED_FAILURES, 409),
         ),
     ),
 )

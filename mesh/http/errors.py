@@ -72,6 +72,7 @@ _BY_CODE = {
     "not_found": HttpFailure(404, _INVALID, "not_found"),
     "method_not_allowed": HttpFailure(405, _INVALID, "method_not_allowed"),
     "request_timeout": HttpFailure(408, _INVALID, "request_timeout"),
+    "conflict": HttpFailure(409, _INVALID, "conflict"),
     "body_too_large": HttpFailure(413, _INVALID, "body_too_large"),
     "unsupported_encoding": HttpFailure(415, _INVALID, "unsupported_encoding"),
     "head_too_large": HttpFailure(431, _INVALID, "headers_too_large"),

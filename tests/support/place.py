@@ -6,10 +6,11 @@ from typing import Any
 from protocol.ids import WorkerId
 from protocol.messages import Role
 from workers.engine import EngineInfo
+from workers.states import WorkerStates
 
 
 class FakePlace:
-    """Implements workers.turning.Place."""
+    """Implements workers.life.Place."""
 
     engine_kind: str = "mock"
 
@@ -19,12 +20,13 @@ class FakePlace:
         self.publishers: Sequence[Any] = publishers
         self.done: list[str] = []
         self.infos: list[EngineInfo] = []  # with which it has joined
-        self.resting = ""
+        self.states = WorkerStates()
         self.on_change: Callable[[], object] = lambda: None
 
     async def join(self, info: EngineInfo) -> None:
-        self.done.append(f"join as {self.resting or self.role.value}")
-        self.infos.append(info)
+        if self.states.has_card:
+            self.done.append(f"join as {self.states.on_card or self.role.value}")
+            self.infos.append(info)
 
     async def leave(self) -> None:
         self.done.append("leave")

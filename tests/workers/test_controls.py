@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import DrainingError, EngineError, InvalidRequestError
+from protocol.errors import DrainingError, EngineError, InvalidRequestError, WrongStateError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     Control,
@@ -55,7 +55,7 @@ class Site:
         self.readiness = Readiness(1)
         self.readiness.on_ready()
         self.worker = Worker(
-            engine, self.place, drain_timeout_s=1.0, on_resting=lambda state: self.readiness.on_resting("w", state)
+            engine, self.place, drain_timeout_s=1.0, on_state=lambda state: self.readiness.on_state("w", state)
         )
         self.worker.info = info
 
@@ -106,7 +106,7 @@ async def test_a_drained_worker_finishes_what_runs_and_takes_nothing_more(site: 
     assert sum(len(delta.token_ids) for delta in await running) == 64
     with pytest.raises(DrainingError, match="this worker is drained"):
         await site.generate([6] * 20)
-    assert (site.place.done, await site.state()) == (["join as drained"], "drained")
+    assert (site.place.done, await site.state()) == (["join as draining", "join as drained"], "drained")
     assert site.readiness.problem() == "w is drained"
 
 
@@ -122,8 +122,8 @@ async def test_a_request_that_outlasts_the_drain_goes_elsewhere(site: Site) -> N
         await asyncio.Event().wait()
 
     stuck = asyncio.create_task(forever())
-    site.worker.turning.requests.add(stuck)
-    site.worker.turning._drain_timeout_s = 0.01
+    site.worker.life.requests.add(stuck)
+    site.worker.life._drain_timeout_s = 0.01
     await site.control(ControlAction.DRAIN)
     assert stuck.cancelled()
 
@@ -133,7 +133,7 @@ async def test_a_sleeping_worker_has_forgotten_its_cache(site: Site) -> None:
     assert site.engine.load().cached_blocks
     await site.control(ControlAction.SLEEP)
     assert (site.engine.load().cached_blocks, await site.state()) == (0, "asleep")
-    with pytest.raises(InvalidRequestError, match="asleep; wake it"):
+    with pytest.raises(WrongStateError, match="asleep; wake it"):
         await site.control(ControlAction.RESUME)
     await site.control(ControlAction.WAKE)
     assert await site.state() == "serving"
@@ -163,7 +163,7 @@ async def test_a_reset_names_tiers_that_there_are(site: Site) -> None:
 
 async def test_a_resting_worker_does_not_change_its_role(site: Site) -> None:
     await site.control(ControlAction.DRAIN)
-    with pytest.raises(InvalidRequestError, match="this worker is drained; resume or wake it"):
+    with pytest.raises(WrongStateError, match="this worker is drained; resume it first"):
         await site.control(ControlAction.SET_ROLE, role="decode")
 
 

@@ -7,14 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from protocol.errors import DrainingError, EngineError, InvalidRequestError
+from protocol.errors import DrainingError, EngineError, InvalidRequestError, WrongStateError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, GenerateRequest, Role, encode
 from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
 from workers.engine import EngineInfo, EngineLoad
+from workers.life import WorkerLife
 from workers.service import Worker
-from workers.turning import Turning
+from workers.states import WorkerOrder, WorkerState
 
 INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "shm", roles=tuple(Role))
 
@@ -35,10 +36,10 @@ class Engine:
 
 def turning(
     role: Role = Role.PREFILL, engine: object = None, drain_timeout_s: float = 5.0
-) -> tuple[Turning, FakePlace, Callable[[Role], Any]]:
+) -> tuple[WorkerLife, FakePlace, Callable[[Role], Any]]:
     place = FakePlace(role)
-    one = Turning(cast(Any, engine or Engine()), place, drain_timeout_s)
-    return one, place, lambda role: one.set_role(role, lambda: INFO)
+    one = WorkerLife(cast(Any, engine or Engine()), place, lambda: INFO, drain_timeout_s)
+    return one, place, one.turn
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -47,7 +48,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def a_request(one: Turning) -> asyncio.Task[Any]:
+async def a_request(one: WorkerLife) -> asyncio.Task[Any]:
     async def serve() -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -66,9 +67,10 @@ async def test_it_leaves_the_mesh_and_comes_back_under_another_id() -> None:
     engine = Engine()
     _, place, set_role = turning(engine=engine)
     before = place.worker_id
-    reply = await set_role(Role.DECODE)
+    said = await set_role(Role.DECODE)
     assert place.done == ["leave", "change", "join as decode"]
-    assert reply.worker_id == place.worker_id != before
+    assert said == f"it is a decode worker now, {place.worker_id}"
+    assert place.worker_id != before
     assert engine.names == [place.worker_id]
 
 
@@ -79,7 +81,7 @@ async def test_what_runs_is_finished_before_it_changes() -> None:
     await until(lambda: place.done == ["leave"])
     for _ in range(20):
         await asyncio.sleep(0)
-    assert (place.done, one.to) == (["leave"], Role.DECODE)
+    assert (place.done, place.states.to_role) == (["leave"], Role.DECODE)
     request.cancel()  # as if it had ended
     await asked
     assert place.done == ["leave", "change", "join as decode"]
@@ -108,24 +110,24 @@ async def test_an_unfetched_offer_delays_a_turn_by_one_drain() -> None:
 
 
 async def test_the_role_that_it_has_changes_nothing() -> None:
-    _, place, set_role = turning(Role.DECODE)
-    reply = await set_role(Role.DECODE)
-    assert reply == ControlReply(detail="it is a decode worker already", worker_id=place.worker_id)
-    assert place.done == []
+    made, call = worker(Engine(), role=Role.DECODE), set_role_call(role="decode")
+    await made.control(call)
+    assert call.sent == [ControlReply(detail="it is a decode worker already", worker_id=WorkerId("w-0"))]
+    assert place_of(made).done == []
 
 
 async def test_a_second_change_is_refused_until_the_first_has_ended() -> None:
     one, place, set_role = turning()
     request = await a_request(one)
     asked = asyncio.create_task(set_role(Role.DECODE))
-    await until(lambda: one.to is not None)
+    await until(lambda: place.states.to_role is not None)
     for role in Role:
-        with pytest.raises(InvalidRequestError, match="is becoming a decode worker already; ask again"):
+        with pytest.raises(WrongStateError, match="is becoming a decode worker already; ask again"):
             await set_role(role)
     request.cancel()
     await asked
     await set_role(Role.PREFILL)
-    assert (one.count, place.role) == (2, Role.PREFILL)
+    assert (place.states.turns, place.role) == (2, Role.PREFILL)
 
 
 async def test_a_caller_who_leaves_does_not_stop_it() -> None:
@@ -138,7 +140,7 @@ async def test_a_caller_who_leaves_does_not_stop_it() -> None:
         await asked
     request.cancel()
     await until(lambda: "join as decode" in place.done)
-    await until(lambda: one.to is None)
+    assert place.states.takes_requests
     one.check_health()
 
 
@@ -150,9 +152,9 @@ async def test_a_stop_gives_the_turn_up_and_tells_the_caller() -> None:
     await one.end()
     with pytest.raises(DrainingError, match="w-0 is shutting down"):
         await asked
-    with pytest.raises(DrainingError, match="w-0 is shutting down"):
+    with pytest.raises(DrainingError, match="this worker is shutting down"):
         await set_role(Role.DECODE)
-    assert (place.done, one.to, request.done()) == (["leave"], None, False)
+    assert (place.done, place.states.state, request.done()) == (["leave"], WorkerState.STOPPING, False)
     request.cancel()
 
 
@@ -194,11 +196,15 @@ def worker(engine: object, info: EngineInfo = INFO, role: Role = Role.PREFILL, k
     return made
 
 
+def place_of(made: Worker) -> FakePlace:
+    return cast(FakePlace, made._place)
+
+
 async def test_control_carries_it_out() -> None:
     made, call = worker(Engine()), set_role_call(role="decode")
     await made.control(call)
     assert [reply.worker_id for reply in call.sent] == ["w-1"]
-    assert made.turning.role is Role.DECODE
+    assert place_of(made).role is Role.DECODE
 
 
 @pytest.mark.parametrize("arguments", [{}, {"role": ""}, {"role": "cook"}])
@@ -212,7 +218,7 @@ async def test_an_engine_that_cannot_is_refused_by_its_name() -> None:
         made = worker(engine, info, kind="vllm")
         with pytest.raises(InvalidRequestError, match=r"with the engine vllm cannot change its role.*; torch and mock"):
             await made.control(set_role_call(role="decode"))
-        assert made.turning.to is None
+        assert place_of(made).states.takes_requests
 
 
 async def test_a_role_without_a_table_in_the_profile_is_refused() -> None:
@@ -227,11 +233,12 @@ async def test_requests_of_the_old_role_are_sent_elsewhere() -> None:
     leg: Any = Call(GenerateRequest(request_id=RequestId("r"), model="m", prompt=b"\0\0\0\0", offer_kv=True))
     with pytest.raises(InvalidRequestError, match="a prefill worker only prefills"):
         await made.generate(whole)
-    made.turning.to = Role.DECODE
+    place_of(made).states.order(WorkerOrder.TURN, Role.DECODE)
     for call in (whole, leg):
         with pytest.raises(DrainingError, match="is becoming a decode worker"):
             await made.generate(call)
-    made.turning.to = None
+    place_of(made).states.failed(WorkerState.TURNING)
+    place_of(made).states.state = WorkerState.SERVING
     await made.control(set_role_call(role="decode"))
     with pytest.raises(DrainingError, match="has become a decode worker"):
         await made.generate(leg)

@@ -371,8 +371,8 @@ class VllmEngine:
                 return "the prefix cache is empty"
             case ControlAction.SLEEP:
                 level = _level(request.arguments)
-                self._is_asleep = True
                 await driver.sleep(level)
+                self._is_asleep = True
                 return f"asleep at level {level}"
             case ControlAction.WAKE:
                 await driver.wake()
