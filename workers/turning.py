@@ -16,6 +16,7 @@ from protocol.errors import DrainingError, EngineError, InvalidRequestError
 from protocol.ids import WorkerId
 from protocol.messages import ControlReply, Role
 from workers.engine import Engine, EngineInfo, Turnable
+from workers.loaded_content import KvContent
 from workers.metrics import TURNS
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Place(Protocol):
     engine_kind: str  # as in the settings
     publishers: Sequence[Publisher]  # of the data-parallel ranks
     resting: str  # as in the worker's card
+    content: KvContent  # as in the worker's card
 
     async def join(self, info: EngineInfo) -> None: ...
 

@@ -6,6 +6,7 @@ from typing import Any
 from protocol.ids import WorkerId
 from protocol.messages import Role
 from workers.engine import EngineInfo
+from workers.loaded_content import KvContent
 
 
 class FakePlace:
@@ -20,6 +21,7 @@ class FakePlace:
         self.done: list[str] = []
         self.infos: list[EngineInfo] = []  # with which it has joined
         self.resting = ""
+        self.content = KvContent()
         self.on_change: Callable[[], object] = lambda: None
 
     async def join(self, info: EngineInfo) -> None:
