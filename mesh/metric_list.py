@@ -216,6 +216,15 @@ _ROUTER = (
     _counter(_P + "predicted_reuse_tokens_total", "tokens", "", "Of those, believed to be cached."),
     _counter(_P + "reused_tokens_total", "tokens", "", "Of those, found in the cache by the worker."),
     _gauge(_P + "waiting", "requests", "model", "Requests that wait because every worker is saturated."),
+    _counter(
+        _P + "unpaired_total",
+        "requests",
+        "reason",
+        "Placements for which decode workers could not take the prefill worker's KV.",
+    ),
+    _counter(
+        _P + "unknown_pairs_total", "requests", "", "Pairs of which a worker does not say what its KV is computed with."
+    ),
     _gauge(_P + "expired_bookings", "bookings", "", "Bookings that ended because nothing was heard of them."),
     _gauge(_P + "in_flight", "bookings", "", "Bookings that stand."),
     _alike(_P + "index_blocks", "blocks", "model", "Distinct prefixes in the index."),

@@ -14,6 +14,7 @@ from msgspec import Meta
 from protocol.errors import MeshError, WireError, error_class
 from protocol.hashing import token_bytes
 from protocol.ids import RequestId, WorkerId
+from protocol.kv_content import MAX_ADAPTERS, MAX_CONTENT_CHARS, UNKNOWN, content_of
 from protocol.model_files import ModelFile
 from protocol.version import (
     NEIGHBOURS,
@@ -158,6 +159,7 @@ class Ticket(Message, frozen=True):
     num_tokens: int = 0  # tokens whose KV the blocks hold
     secret: Annotated[bytes, Meta(max_length=64)] = b""  # 128 random bits of a sealed ticket: the rest is at the peer
     opaque: bytes = b""  # of engines that move KV themselves; then slot, peer, layout and block_ids are not set
+    content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] = UNKNOWN  # what the KV was computed with
 
 
 class PrefixSource(Message, frozen=True):
@@ -315,8 +317,17 @@ class WorkerCard(Card, frozen=True):
     prefill_token_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to compute one token of a prompt; 0: unknown
     # Workers with equal prints have KV of equal bytes for equal prompts, and pull it from each other; "": it does not.
     kv_print: Annotated[str, Meta(max_length=64)] = ""
+    # A hash of all weights and of what else changes KV, see protocol/kv_content.py: KV moves between equal ones alone.
+    content_fingerprint: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] = UNKNOWN
+    adapter_fingerprints: Annotated[
+        tuple[tuple[str, Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)]], ...], Meta(max_length=MAX_ADAPTERS)
+    ] = ()
     pull_block_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to pull one block from a peer; 0: not measured
     pull_latency_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # before the first one
+
+    def content_of(self, lora: str | None) -> str:
+        """Return the fingerprint of the worker's KV for requests of one adapter, or of none."""
+        return content_of(self.content_fingerprint, self.adapter_fingerprints, lora)
 
     def target(self, dp_rank: int, overlap_blocks: int = 0) -> "Target":
         """Return the worker as the target of a placement."""

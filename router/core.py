@@ -22,6 +22,7 @@ from router.explain import explain
 from router.fleet import Pool, WorkerFleet
 from router.index import Holder
 from router.load import ActiveLoad, Owner
+from router.pairing import UNKNOWN_PAIRS
 from router.placing import (
     NOTHING_AHEAD,
     Ahead,
@@ -76,7 +77,8 @@ class RouterState:
         self._affinity = SessionAffinity(ttl_s=rules.affinity_ttl_s)
         self.admission = AdmissionControl(rules.admission)
         self._looked_s = 0.0  # for hopeless requests
-        self.stats: Counter[str] = Counter()  # expired: bookings that nobody ended
+        # expired: bookings that nobody ended; router.pairing.REASONS, UNKNOWN_PAIRS: placements
+        self.stats: Counter[str] = Counter()
 
     @property
     def waiting(self) -> int:
@@ -378,6 +380,10 @@ class RouterState:
             self.fleet.note_choice(holder)
         self._predict(request, chosen, now)
         self._remember(planned, uncached, now)
+        if planned.apart is not None:
+            self.stats.update(planned.apart.reasons)
+        if planned.is_unknown:
+            self.stats[UNKNOWN_PAIRS] += 1
         self.admission.placed(request.request_id, placing, now)
         return self._placed(planned, explain(planned, waited_s) if request.explain else None)
 

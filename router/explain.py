@@ -13,13 +13,17 @@ def explain(plan: PlacementPlan, waited_s: float = 0.0) -> Explanation:
     view = plan.view
     return Explanation(
         policy=view.rules.policy,
-        why="; ".join([plan.reason, *(_why_this(leg, view) for leg in plan.legs)]),
+        why="; ".join([plan.reason, *(_why_this(leg, view) for leg in plan.legs), *_not_paired(plan)]),
         recompute_price=round(view.price, 3),
         busy_share=round(view.busy_share, 3),
         asked_before=round(view.asked_before, 2),
         waited_s=round(waited_s, 6),
         candidates=tuple([report for leg in plan.legs for report in _reports(leg, view)]),
     )
+
+
+def _not_paired(plan: PlacementPlan) -> list[str]:
+    return [str(plan.apart)] if plan.apart is not None and len(plan.legs) > 1 else []
 
 
 def _name(c: Candidate, view: RequestView) -> str:

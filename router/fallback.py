@@ -11,6 +11,7 @@ from protocol.errors import NoWorkerError, OverloadedError
 from protocol.ids import WorkerId
 from protocol.messages import Placed, Role, RouteRequest, WorkerCard
 from router.feeds import WorkerNews
+from router.pairing import why_apart
 
 REASON = "no router answers: fewest requests of this frontend"
 DECODING = (Role.DECODE, Role.AGGREGATED)
@@ -48,7 +49,7 @@ class FallbackRouter:
             )
         wants = request.isl_tokens >= LONG_TOKENS if request.disaggregate is None else request.disaggregate
         prefill = self._choose(request, (Role.PREFILL,)) if wants and decode.role is Role.DECODE else None
-        if prefill is not None and prefill.transfer != decode.transfer:
+        if prefill is not None and why_apart(prefill, decode, request.lora):
             prefill = None
         return Placed(
             decode=decode.target(request.pin_rank if request.pin_rank is not None else self._rank(decode)),

@@ -338,6 +338,7 @@ class WorkerFleet:
         card, load = slot.card, slot.load.total
         # a prefill worker's blocks and requests cost nothing, so having more of them must not make it look worse
         uncosted = (load.held_blocks, load.requests) if card.role is Role.PREFILL else ()
-        kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, card.kv_print, uncosted)
+        moves = (card.transfer, card.content_fingerprint, card.kv_print)
+        kind = (card.capacity, card.max_num_seqs, card.total_blocks, moves, uncosted)
         shelves = self.pools[card.model].shelves[card.role]
         shelves.put(slot.holder, slot, kind, load, slot.last_chosen, slot.in_flight)

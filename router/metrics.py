@@ -8,6 +8,7 @@ from mesh.measure import AtScrape, Reading, bounded, counter, histogram, locked_
 from mesh.tally import Tally
 from protocol.messages import Placed
 from router.core import RouterState, waiting_by_model
+from router.pairing import REASONS, UNKNOWN_PAIRS
 
 _P = "kvmesh_router_"
 PLACEMENTS = counter(_P + "placements_total")  # aggregated, disaggregated
@@ -39,6 +40,8 @@ STATE = AtScrape(
             "in_flight",
             "waiting",
             "expired_bookings",
+            "unpaired_total",
+            "unknown_pairs_total",
             "index_blocks",
             "index_orphan_blocks",
             "workers",
@@ -86,6 +89,7 @@ def read_state(state: RouterState, feeds: FeedFacts, peers: int) -> Iterator[Rea
     for name, value in {
         "in_flight": len(state.load),
         "expired_bookings": state.stats["expired"],
+        "unknown_pairs_total": state.stats[UNKNOWN_PAIRS],
         "unbooked_requests": reported.requests,
         "unbooked_blocks": reported.held_blocks,
         "unbooked_tokens": reported.queued_tokens,
@@ -93,6 +97,8 @@ def read_state(state: RouterState, feeds: FeedFacts, peers: int) -> Iterator[Rea
         "kv_pending_bytes": feeds.pending_bytes,
     }.items():
         yield Reading(_P + name, plain, value)
+    for reason in REASONS:
+        yield Reading(_P + "unpaired_total", (reason,), state.stats[reason])
     yield Reading(_P + "kv_feeds", ("live",), feeds.live)
     yield Reading(_P + "kv_feeds", ("recovering",), feeds.recovering)
     for what in RECOVERIES:

@@ -11,11 +11,12 @@ from msgspec import Struct
 
 from protocol.errors import NoWorkerError
 from protocol.ids import WorkerId
-from protocol.messages import PrefixSource, Role, RouteRequest
+from protocol.messages import PrefixSource, Role, RouteRequest, WorkerCard
 from router.disaggregation import Backlog, decide
 from router.estimate import ServiceTimes
 from router.fleet import Pool, Slot, WorkerFleet
 from router.index import Depths, Holder
+from router.pairing import Apart, is_unknown, partners, why_apart
 from router.peers import PeerKind, PeerSource, deepest, kind_of, pull_of
 from router.policies import POLICIES, choose
 from router.pressure import recompute_price
@@ -84,6 +85,8 @@ class PlacementPlan(Struct):
     last: LegChoice  # decodes
     reason: str  # why one worker or two
     view: RequestView
+    apart: Apart | None = None  # decode workers that the prefill worker was not paired with
+    is_unknown: bool = False  # one of two workers does not say what its KV is computed with
 
     @property
     def legs(self) -> Sequence[LegChoice]:
@@ -160,10 +163,7 @@ def plan(view: RequestView) -> PlacementPlan:
     )
     if prefill is None or not decision.disaggregate:
         return PlacementPlan(whole, whole, decision.reason, view)
-    decode, problem = _follow(prefill, whole, view)
-    if decode is None:
-        return PlacementPlan(whole, whole, problem, view)
-    return PlacementPlan(prefill, decode, decision.reason, view)
+    return _paired(prefill, whole, decision.reason, view)
 
 
 def source_of(planned: PlacementPlan) -> PrefixSource | None:
@@ -348,19 +348,43 @@ def _spare_share(c: Candidate, view: RequestView) -> float:
     return times.spare_share(c.requests + 1, slo_itl_s) - had
 
 
-def _follow(prefill: LegChoice, whole: LegChoice, view: RequestView) -> tuple[LegChoice | None, str]:
-    """Return the decode leg that follows a prefill leg, or None and the reason why none can."""
-    transfer = view.fleet.slots[prefill.chosen.holder].card.transfer
-    compatible = [slot for slot in view.decoders if transfer and slot.card.transfer == transfer]
-    if not compatible:
-        problem, pinned = f"no decode worker can pull KV over {transfer!r}", view.request.pin_prefill
+def _paired(prefill: LegChoice, whole: LegChoice, reason: str, view: RequestView) -> PlacementPlan:
+    """Return the plan for two workers whose KV is equal; for one, and why, where there are none.
+
+    If no decode worker may take KV of the chosen prefill worker, another prefill worker is chosen.
+    """
+    lora, apart = view.request.lora, None
+    card = _card(prefill, view)
+    compatible = partners(card, view.decoders, lora)
+    if len(compatible) < len(view.decoders):
+        apart = Apart(card, view.decoders, lora)
+        if not compatible and (others := _with_partners(view)):
+            prefill = _choose_leg("prefill", others, view)
+            card = _card(prefill, view)
+            compatible = partners(card, view.decoders, lora)
+    if not compatible and apart is not None:
+        problem, pinned = apart.problem, view.request.pin_prefill
         if pinned is not None:
-            raise NoWorkerError(f"{problem} from {pinned!r}", hint="start both with one --kv-transfer")
-        return None, problem
+            raise NoWorkerError(f"{problem} from {pinned!r}", hint="start both with one --kv-transfer and equal weights")
+        return PlacementPlan(whole, whole, problem, view, apart)
     decode = _choose_leg("decode", compatible, view)
     if decode.is_full and not whole.is_full and not _wish(view.request):
-        return None, "no decode worker that could pull KV has room"
-    return decode, ""
+        return PlacementPlan(whole, whole, "no decode worker that could pull KV has room", view, apart)
+    return PlacementPlan(prefill, decode, reason, view, apart, is_unknown(card, _card(decode, view), lora))
+
+
+def _with_partners(view: RequestView) -> Sequence[Slot]:
+    """Return the prefill workers whose KV a decode worker may take: few requests ask this, while weights change."""
+    kinds = {(slot.card.transfer, slot.card.content_of(view.request.lora)): slot for slot in view.decoders}
+    return [
+        slot
+        for slot in view.prefillers
+        if any(not why_apart(slot.card, other.card, view.request.lora) for other in kinds.values())
+    ]
+
+
+def _card(leg: LegChoice, view: RequestView) -> WorkerCard:
+    return view.fleet.slots[leg.chosen.holder].card
 
 
 # --- one leg -------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class SimFleet:
         stack = None if tiers is None else tiers.stack
         peers = None
         if config.peers:  # addresses are compared by nobody here: equal names are equal blocks
-            peers = PeerPrefixes(pool, b"simulated", config.block_size, None if stack is None else stack.compute)
+            peers = PeerPrefixes(pool, lambda: b"simulated", config.block_size, None if stack is None else stack.compute)
         scheduler = Scheduler(pool, limits, (), stack, peers)
         timing = self._timings[role is Role.PREFILL]
         card = self._card(f"w{number:05d}", role)
@@ -168,6 +168,7 @@ class SimFleet:
             tiers=tuple(
                 CardTier(tier=one.tier, blocks=one.blocks, block_s=max(one.block_s, 1e-9)) for one in self._tiers
             ),
+            content_fingerprint="simulated",
             kv_print="simulated" if config.peers else "",
             pull_block_s=max(pull_s_per_token_of(config) * config.block_size, 1e-9) if config.peers else 0.0,
             pull_latency_s=2 * config.hop_s if config.peers else 0.0,

@@ -17,8 +17,7 @@ from kvcache.tiers.stack import TierLevel
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 from protocol.tiers import Tier
-from workers.durable_tier import MOST_BLOCKS, OpenedTier, open_durable
-from workers.weights_print import weights_print
+from workers.durable_tier import MOST_BLOCKS, OpenedTier, open_durable, weights_known
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class DiskSettings:
     takes_salted: bool = False
 
 
-async def open_disk(settings: DiskSettings, model: str, model_path: str, layout: KvLayout) -> OpenedTier:
+async def open_disk(settings: DiskSettings, model: str, weights: bytes, layout: KvLayout) -> OpenedTier:
     """Open a disk in a thread, for at most OPEN_S. Raise ConfigError if it is smaller than a block."""
     slot_bytes = pages(layout.block_bytes) + header_bytes(layout.block_size)
     max_blocks = min(settings.num_bytes // slot_bytes, MOST_BLOCKS)
@@ -50,12 +49,12 @@ async def open_disk(settings: DiskSettings, model: str, model_path: str, layout:
         Tier.DISK,
         layout,
         OPEN_S,
-        partial(_open, settings, model, model_path, layout, max_blocks),
+        partial(_open, settings, model, weights, layout, max_blocks),
     )
 
 
-def _open(settings: DiskSettings, model: str, model_path: str, layout: KvLayout, max_blocks: int) -> OpenedTier:
-    fingerprint = model_fingerprint(model, layout, weights_print(model_path))
+def _open(settings: DiskSettings, model: str, weights: bytes, layout: KvLayout, max_blocks: int) -> OpenedTier:
+    fingerprint = model_fingerprint(model, layout, weights_known(weights))
     form = form_of(fingerprint, layout.block_bytes, layout.block_size, max_blocks)
     began = time.monotonic()
     folder = own_folder(Path(settings.path).expanduser().absolute(), form)

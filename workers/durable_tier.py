@@ -28,6 +28,13 @@ class OpenedTier:
     store: TierStore | None = None
 
 
+def weights_known(weights: bytes) -> bytes:
+    """Return the hash of an engine's weights. Raise TierError if it cannot be known: they may be any."""
+    if not weights:
+        raise TierError("the weights of this worker are not known")
+    return weights
+
+
 async def open_durable(
     what: str, tier: Tier, layout: KvLayout, open_s: float, work: Callable[[], OpenedTier]
 ) -> OpenedTier:

@@ -52,6 +52,8 @@ class EngineInfo:
     tiers: tuple[CardTier, ...] = ()  # below the device, of each rank
     prefill_token_s: float = 0.0  # time to compute one token of a prompt; 0: not measured
     kv_print: str = ""  # workers with equal prints pull prefixes from each other; "": it does not
+    content_fingerprint: str = ""  # as on the card, and so are those of adapters
+    adapter_fingerprints: tuple[tuple[str, str], ...] = ()
     pull_block_s: float = 0.0  # time to pull one block from a peer; 0: not measured
     pull_latency_s: float = 0.0  # before the first one
 

@@ -29,6 +29,7 @@ class ModelInfo:
     start_s: float = 0.0  # it takes so much longer until the engine is ready
     roles: tuple[Role, ...] = tuple(Role)  # that it can have
     capacity: float = 1.0  # as in EngineInfo
+    kv_settings: str = ""  # what changes KV beside the model's files and the layout
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from protocol.errors import DrainingError, EngineError
 from protocol.ids import WorkerId
 from protocol.messages import Role
 from workers.engine import Engine, EngineInfo, Turnable
+from workers.loaded_content import KvContent
 from workers.metrics import TURNS
 from workers.states import DRAINED_DETAIL, RESUMED_DETAIL, Begin, Nothing, Wait, WorkerOrder, WorkerState, WorkerStates
 
@@ -33,6 +34,7 @@ class Place(Protocol):
     engine_kind: str  # as in the settings
     publishers: Sequence[Publisher]  # of the data-parallel ranks
     states: WorkerStates
+    content: KvContent  # as in the worker's card
 
     async def join(self, info: EngineInfo) -> None: ...
 

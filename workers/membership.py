@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from kvevents.connect import open_publisher
@@ -12,12 +12,14 @@ from kvevents.door import EventDoor, new_keys
 from kvevents.transport import Publisher
 from mesh.discovery import Discovery, Registration
 from protocol.ids import WorkerId, new_worker_id
+from protocol.kv_content import MAX_ADAPTERS
 from protocol.messages import Role, WorkerCard, encode_card
 from protocol.model_files import ModelFile
 from workers.config import WorkerConfig
 from workers.endpoint import http_endpoint_of
 from workers.engine import Engine, EngineInfo, Ranked
 from workers.load_reports import reporting_ranks
+from workers.loaded_content import KnowsContent, KvContent
 from workers.model_files import OfferedFiles, model_files
 from workers.names import worker_name
 from workers.states import WorkerStates
@@ -42,7 +44,9 @@ class Membership:
         self.address = ""  # of the request plane: to be set before it joins
         self.states = WorkerStates()
         self._showing = asyncio.Lock()  # the last card that is shown has the last state
+        self.content = KvContent()  # as in the card
         self._config = config
+        self._engine = engine
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
         self._discovery = discovery
         self._metrics_url = metrics_url
@@ -71,11 +75,12 @@ class Membership:
             http_endpoint = await asyncio.to_thread(http_endpoint_of, self._config)
             if not self.states.has_card:
                 return
+            self.content = content_now(self._engine)
             card = make_card(
                 self._config,
                 self.worker_id,
                 self.role,
-                info,
+                with_content(info, self.content),
                 self.address,
                 self.publishers,
                 self._metrics_url,
@@ -135,6 +140,21 @@ class Membership:
             )
             for rank in range(len(self._ranks))
         ]
+
+
+def content_now(engine: Engine) -> KvContent:
+    """Return what the KV of an engine was computed with, as far as the engine says."""
+    return engine.kv_content() if isinstance(engine, KnowsContent) else KvContent()
+
+
+def with_content(info: EngineInfo, content: KvContent) -> EngineInfo:
+    """Return the facts about an engine with what its KV was computed with."""
+    return replace(
+        info,
+        content_fingerprint=content.fingerprint,
+        adapter_fingerprints=content.adapters[:MAX_ADAPTERS],
+        kv_print=content.kv_print,
+    )
 
 
 # The fields of a card that an engine knows. A capacity may be a setting instead.

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcache.transfer.backend import TransferBackend
+from kvcache.transfer.offers import check_content
 from protocol.errors import MeshError, TransferError
 from protocol.ids import RequestId
 from protocol.messages import PullReport
 from workers.engine import PeerAnswers
+from workers.loaded_content import KvContent
 from workers.metrics import PEER_PULL_BLOCKS, PEER_PULLS, PULL_BYTES, PULL_SECONDS, PULLS
 from workers.peer_pulls import PrefixFetcher
 from workers.pull_pace import ANSWER_S, ASK_AGAIN_S, PullPace
@@ -33,6 +35,7 @@ class _Running:
     given_up: bool = False
     arrived: int = 0  # blocks of a load from a peer that are here
     stops: bool = False  # a load from a peer ends after the piece that is on its way
+    is_refused: bool = False  # it offers KV of other weights
 
     @property
     def request_id(self) -> RequestId:
@@ -52,10 +55,11 @@ class Pulls:
         least_s: Callable[[int], float] | None = None,
         peer_answers: PeerAnswers | None = None,
         fetcher: PrefixFetcher | None = None,
+        content: Callable[[], KvContent] = KvContent,
     ) -> None:
         """Pulls of n tokens take `least_s(n)` seconds at least, if it is given. The peers of late pulls are asked.
 
-        `fetcher` brings prefixes from peers.
+        `fetcher` brings prefixes from peers. `content` is that of the KV here.
         """
         self._transfer = transfer
         self._scheduler = scheduler
@@ -64,6 +68,7 @@ class Pulls:
         self._wake = wake  # the scheduler has something new to plan
         self._least_s = least_s
         self._fetcher = fetcher
+        self._content = content
         self._waited_for: dict[RequestId, _Running] = {}
         self._running: set[_Running] = set()  # those given up included
         self._reports: dict[RequestId, PullReport] = {}
@@ -122,8 +127,14 @@ class Pulls:
                 return not running.stops
 
             return await self._fetcher.fetch(pull, note)
-        ticket = pull.sequence.request.ticket
+        request = pull.sequence.request
+        ticket = request.ticket
         assert ticket is not None, "only a request with a ticket plans a pull"
+        try:
+            check_content(ticket, self._content().of(request.lora))
+        except TransferError:
+            running.is_refused = True
+            raise
         return await transfer.fetch(ticket, pull.skip, pull.into)
 
     def _limit_s(self, running: _Running) -> float:
@@ -189,7 +200,7 @@ class Pulls:
         if not problem and num_blocks == len(running.pull.into):
             self._pace.note(running.tokens, duration_s)
         backend = self._transfer.name if self._transfer is not None else "none"
-        PULLS.labels(backend, "failed" if problem else "ok").inc()
+        PULLS.labels(backend, "refused" if running.is_refused else "failed" if problem else "ok").inc()
         PULL_BYTES.labels(backend).inc(num_bytes)
         PULL_SECONDS.labels(backend).observe(duration_s)
         self._reports[running.request_id] = PullReport(backend, num_bytes, num_blocks, duration_s, problem)

@@ -13,6 +13,7 @@ from protocol.ids import WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, OfferedPrefix, OfferPrefix
 from protocol.tiers import Tier
 from workers.engine import AskPrefix, Engine, EngineInfo, EngineLoad, PeerAnswers
+from workers.loaded_content import NOT_YET, KvContent
 from workers.sleeping import SleepableEngine
 from workers.tiers import TierReport
 
@@ -47,6 +48,11 @@ class RankedEngine:
     def tier_report(self) -> Callable[[], TierReport]:
         """Return how the tiers of the first rank are: those of the others are alike."""
         return self._ranks[0].tier_report
+
+    def kv_content(self) -> KvContent:
+        """Return the content of all ranks, once it is known of all and the same."""
+        first, *others = [one.kv_content() for one in self._ranks]
+        return first if all(other == first for other in others) else NOT_YET
 
     @property
     def ranks(self) -> Sequence[Engine]:

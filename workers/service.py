@@ -55,7 +55,8 @@ from workers.engines.registry import ENGINES
 from workers.event_keys import EventKeys
 from workers.life import Place, WorkerLife, offers_taken
 from workers.load_reports import LoadReports
-from workers.membership import Membership
+from workers.loaded_content import KnowsContent, KvContent, with_ticket_content
+from workers.membership import Membership, with_content
 from workers.metrics import REQUESTS, forget_load, labels_of_workers, watch_load
 from workers.model_files import OfferedFiles
 from workers.names import worker_name
@@ -279,6 +280,7 @@ async def until_stopped(stop: asyncio.Event, worker: "Worker") -> None:
     while not stop.is_set():
         worker.check_health()
         await worker.tell_tiers()
+        await worker.tell_content()
         try:
             await asyncio.wait_for(stop.wait(), HEALTH_CHECK_S)
         except TimeoutError:
@@ -311,6 +313,7 @@ class Worker:
         self._timing = engine if isinstance(engine, KeepsTimes) else None
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
         self.life = WorkerLife(engine, place, self._info, drain_timeout_s, on_state)
+        self._content = engine.kv_content if isinstance(engine, KnowsContent) else KvContent
         self.canary = EngineCanary(engine, canary_interval_s)
         self._controls = WorkerControls(engine, place, self.life, self._info, self.canary.quiet_s, self._check_engine)
         self.load_reports = LoadReports(self._ranks, load_report_interval_s)
@@ -377,20 +380,24 @@ class Worker:
                     await self._answer_sealed(call, request, self._office)
                     return
                 request = await self._office.opened(request)
-            pushing = self._pushing
+            pushing, content = self._pushing, self._content().of(request.lora)
             answer = self._engine.generate(request) if pushing is None else pushing.push(request, call.offer)
             spent = SpentTime(request, came, self._timing) if request.traceparent else None
             async with aclosing(answer) as deltas:
                 async for delta in deltas:
                     self._answers.note()
+                    if delta.ticket is not None:
+                        delta = with_ticket_content(delta, content, self._content().of(request.lora))
                     await call.send(delta if spent is None else spent.told(delta))
 
     async def _answer_sealed(self, call: Call, request: GenerateRequest, office: TicketOffice) -> None:
         """Answer a prefill leg of a closed mesh."""
         spent = SpentTime(request, time.monotonic(), self._timing) if request.traceparent else None
+        content = self._content().of(request.lora)
         async with aclosing(self._engine.generate(request)) as deltas:
-            async for delta in deltas:
+            async for each in deltas:
                 self._answers.note()
+                delta = with_ticket_content(each, content, self._content().of(request.lora))
                 timed = delta if spent is None else spent.told(delta)
                 await call.send(office.sealed_in(timed, request.kv_for, call.caller))
 
@@ -476,6 +483,13 @@ class Worker:
         if info is not None:
             self.info = info
             await self._place.join(info)
+
+    async def tell_content(self) -> None:
+        """Report on the card what the KV was computed with, once that is known or another."""
+        content = self._content()
+        if self._place.states.has_card and content != self._place.content:
+            self.info = with_content(self._info(), content)
+            await self._place.join(self.info)
 
     def _info(self) -> EngineInfo:
         if self.info is None:

@@ -25,8 +25,7 @@ from kvcache.tiers.store import TierError, TierStore
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 from protocol.tiers import Tier
-from workers.durable_tier import MOST_BLOCKS, TIER_THREAD, OpenedTier, open_durable
-from workers.weights_print import weights_print
+from workers.durable_tier import MOST_BLOCKS, TIER_THREAD, OpenedTier, open_durable, weights_known
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def open_objects(settings: SharedSettings) -> Objects:
     return open_bucket(place, settings.endpoint, settings.timeout_s)
 
 
-async def open_shared(settings: SharedSettings, model: str, model_path: str, layout: KvLayout) -> OpenedTier:
+async def open_shared(settings: SharedSettings, model: str, weights: bytes, layout: KvLayout) -> OpenedTier:
     """Open shared storage in a thread, for at most OPEN_S. Raise ConfigError if its settings cannot be right."""
     max_blocks = min(settings.num_bytes // layout.block_bytes, MOST_BLOCKS)
     if max_blocks < LEAST_BLOCKS:
@@ -74,13 +73,13 @@ async def open_shared(settings: SharedSettings, model: str, model_path: str, lay
         Tier.SHARED,
         layout,
         OPEN_S,
-        partial(_open, settings, model, model_path, layout, max_blocks),
+        partial(_open, settings, model, weights, layout, max_blocks),
     )
 
 
-def _open(settings: SharedSettings, model: str, model_path: str, layout: KvLayout, max_blocks: int) -> OpenedTier:
+def _open(settings: SharedSettings, model: str, weights: bytes, layout: KvLayout, max_blocks: int) -> OpenedTier:
     began = time.monotonic()
-    fingerprint = model_fingerprint(model, layout, weights_print(model_path))
+    fingerprint = model_fingerprint(model, layout, weights_known(weights))
     limits = SharedLimits(settings.num_bytes, settings.age_s)
     store = SharedStore(open_objects(settings), fingerprint, layout.block_bytes, max_blocks, limits)
     try:

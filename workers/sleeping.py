@@ -20,6 +20,7 @@ from protocol.ids import RequestId, WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, OfferedPrefix, OfferPrefix, WorkerTimes
 from protocol.tiers import Tier
 from workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
+from workers.loaded_content import NOT_YET, KvContent
 from workers.step_engine import StepEngine
 from workers.tiers import TierReport
 
@@ -134,6 +135,10 @@ class SleepableEngine:
     @property
     def tier_report(self) -> Callable[[], TierReport]:
         return TierReport if self._engine is None else self._engine.tier_report
+
+    def kv_content(self) -> KvContent:
+        """Return the content of the KV; that of an engine which sleeps is not known: files may change until it wakes."""
+        return NOT_YET if self._engine is None else self._engine.kv_content()
 
     def times(self, request_id: RequestId) -> WorkerTimes | None:
         return None if self._engine is None else self._engine.times(request_id)

@@ -12,15 +12,13 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvcache.memory import KvRegion
 from kvcache.pool import BlockPool
-from kvcache.tiers.address import model_fingerprint
 from kvcache.tiers.peers import PeerPrefixes
 from kvcache.tiers.whole import WholeCache
 from kvcache.transfer.backend import TransferBackend
@@ -53,6 +51,7 @@ from workers.scheduler import Limits, Output, Scheduler, Step
 from workers.shared_tier import FollowedStorage, open_shared
 from workers.stage_marks import StageMarks
 from workers.stall import StepWatch
+from workers.step_content import StepContent
 from workers.tier_copies import TierCopies
 from workers.tiers import (
     NO_TIERS,
@@ -65,13 +64,11 @@ from workers.tiers import (
     open_tiers,
     report_of,
 )
-from workers.weights_print import weights_print
 
 log = logging.getLogger(__name__)
 
 LOAD_END_S = 2.0  # for a start that was given up: a model may take minutes to load
 ENGINE_THREAD = "engine"  # its threads have names that begin so
-PRINT_CHARS = 32  # of the fingerprint of a worker's KV, in hex, on its card
 EVENTS_EVERY_S = 0.05  # for blocks that running answers fill: nobody asks for them before the answers end
 
 
@@ -87,6 +84,7 @@ class StepEngineConfig:
     stall_timeout_s: float = 0.0  # of a step; 0: it may take for ever
     tiers: TierSettings = NO_TIERS
     shares_prefixes: bool = False  # pulls prefixes from peers, and offers them its own
+    has_weights: bool = True  # in the model's folder; else KV depends on its configuration alone
 
 
 class _Preparing:
@@ -145,9 +143,17 @@ class StepEngine:
         self._tiers: OpenTiers | None = None
         self._shared: FollowedStorage | None = None
         self.tier_report: Callable[[], TierReport] = TierReport
+        self._content = StepContent(
+            config.model,
+            config.model_path,
+            has_weights=config.has_weights,
+            shares_prefixes=config.shares_prefixes and transfer is not None,
+        )
+        self.kv_content = self._content.kv_content
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         self._worker_id = worker_id
+        await self._preparing.do(self._content.begin)
         model: ModelInfo = await self._preparing.do(self._executor.load)
         await asyncio.sleep(model.start_s)
         self._guides, self._pace = model.guides, model.pace
@@ -155,14 +161,12 @@ class StepEngine:
         memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
         region = await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
         await self._preparing.do(self._warm_up, model)
+        await self._preparing.do(self._content.loaded, model)
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
-        fingerprint = b""
-        if self._config.shares_prefixes and self._transfer is not None:
-            fingerprint = await asyncio.to_thread(peer_fingerprint, self._config, region)
         self._pool, self._scheduler, tiers = await _open_cache(
-            self._config, model, region, limits, self._executor, fingerprint
+            self._config, model, region, limits, self._executor, self._content, has_peers=self._transfer is not None
         )
         self._cache = WholeCache(self._pool, self._scheduler.tiers)
         self._pulls = Pulls(
@@ -173,6 +177,7 @@ class StepEngine:
             None if model.pace is None else model.pace.pull_s,
             self.peer_answers,
             fetcher_of(self._transfer, self._scheduler.peers, self.ask_prefix),
+            self.kv_content,
         )
         if tiers is not None:
             copy_s = None if model.pace is None else model.pace.tier_s
@@ -186,7 +191,7 @@ class StepEngine:
             self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
         self._info = _info_of(self._config, model, self._transfer)
-        self._info = replace(self._info, tiers=self.tier_report().tiers, kv_print=fingerprint.hex()[:PRINT_CHARS])
+        self._info = replace(self._info, tiers=self.tier_report().tiers, kv_print=self.kv_content().kv_print)
         return self._info
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
@@ -324,6 +329,7 @@ class StepEngine:
         if self._stopped:
             return
         self._stopped = True
+        self._content.close()
         if self._failure is None:
             self._fail(EngineError(f"{self._worker_id} is stopping"))
         if self._loop_task is not None:
@@ -499,19 +505,6 @@ class StepEngine:
                 listener(events)
 
 
-def peer_fingerprint(config: StepEngineConfig, region: KvRegion) -> bytes:
-    """Return what the content addresses of blocks begin with that peers exchange. Raise OSError."""
-    folder = Path(config.model_path)
-    changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
-    return model_fingerprint(config.model, region.layout, _weights_print(config.model_path, changed_ns))
-
-
-@lru_cache(4)
-def _weights_print(model_path: str, changed_ns: int) -> bytes:
-    """Return what `weights_print` does; read once for the many workers of a process."""
-    return weights_print(model_path)
-
-
 def _info_of(config: StepEngineConfig, model: ModelInfo, transfer: TransferBackend | None) -> EngineInfo:
     return EngineInfo(
         model=config.model,
@@ -535,20 +528,23 @@ async def _open_cache(
     region: KvRegion,
     limits: Limits,
     executor: Executor,
-    peer_print: bytes,
+    content: StepContent,
+    *,
+    has_peers: bool,
 ) -> tuple[BlockPool, Scheduler, OpenTiers | None]:
+    """Open the cache. Tiers that outlive a worker have to wait until its weights are known."""
     pool = BlockPool(config.num_blocks, model.layout.block_size)
     durable: list[OpenedTier] = []
     if config.tiers.disk is not None:
-        durable.append(await open_disk(config.tiers.disk, config.model, config.model_path, model.layout))
+        durable.append(await open_disk(config.tiers.disk, config.model, await content.wait(), model.layout))
     if config.tiers.shared is not None:
-        durable.append(await open_shared(config.tiers.shared, config.model, config.model_path, model.layout))
+        durable.append(await open_shared(config.tiers.shared, config.model, await content.wait(), model.layout))
     tiers = open_tiers(config.tiers, config.model, model.layout, region, pool, executor, durable)
     stack = None if tiers is None else tiers.stack
     peers = None
-    if peer_print:
+    if has_peers and config.shares_prefixes:
         compute = None if stack is None else stack.compute
-        peers = PeerPrefixes(pool, peer_print, model.layout.block_bytes, compute)
+        peers = PeerPrefixes(pool, content.of_peers, model.layout.block_bytes, compute)
     return pool, Scheduler(pool, limits, model.eos_token_ids, stack, peers), tiers
 
 

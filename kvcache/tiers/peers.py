@@ -5,7 +5,7 @@ by its content address, which stands for the model, its weights, the adapter, th
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcache.pool import BlockPool, CommittedBlock
@@ -31,8 +31,9 @@ class PeerPrefixes:
     """The exchange of one worker with its peers, in blocks of one pool."""
 
     def __init__(
-        self, pool: BlockPool, fingerprint: bytes, block_bytes: int, compute: ComputeRate | None = None
+        self, pool: BlockPool, fingerprint: Callable[[], bytes], block_bytes: int, compute: ComputeRate | None = None
     ) -> None:
+        """Take `fingerprint`, with which addresses begin; while it returns b"", nothing is exchanged."""
         self.pool = pool
         self.compute = compute or ComputeRate()
         self.rates = TierRates(block_bytes)
@@ -52,7 +53,7 @@ class PeerPrefixes:
         prompt's. Every plan that is not 0 has to end with `pull_ended`.
         """
         count = min(end, MAX_PREFIX_BLOCKS) - first
-        if count <= 0:
+        if count <= 0 or not self._fingerprint():
             return 0
         planned = blocks_to_load([(self.rates, count)], self.compute, self.pool.block_size, backlog_tokens)
         if not planned:
@@ -96,7 +97,7 @@ class PeerPrefixes:
 
     def address_of(self, prefix: Prefix, blocks: int) -> bytes:
         """Return the content address of the last of a prompt's first `blocks` blocks."""
-        address = root_address(self._fingerprint, prefix.lora, prefix.salt)
+        address = root_address(self._fingerprint(), prefix.lora, prefix.salt)
         for number in range(blocks):
             address = content_address(address, prefix.tokens_of(number))
         return address
@@ -106,9 +107,9 @@ class PeerPrefixes:
     def take(self, names: Sequence[SequenceHash], first: int) -> TakenPrefix | None:
         """Pin the blocks from number `first` on that are here, as far as the limit allows; None: there is none."""
         chain = self._chain(names)[: first + max(0, self.most_offered - self.offered_blocks)]
-        if len(chain) <= first:
+        if len(chain) <= first or not self._fingerprint():
             return None
-        address = root_address(self._fingerprint, chain[0].lora, chain[0].salt)
+        address = root_address(self._fingerprint(), chain[0].lora, chain[0].salt)
         for block in chain:
             address = content_address(address, block.tokens)
         taken = TakenPrefix(tuple([block.block_id for block in chain[first:]]), address)

@@ -11,6 +11,7 @@ from kvcache.transfer.heads import BlockPart
 from mesh.safeguards import is_off
 from protocol.errors import OverloadedError, TransferError
 from protocol.ids import WorkerId, new_generation
+from protocol.kv_content import PENDING, mismatch
 from protocol.messages import KvLayout, Ticket
 
 _CHECKS_NONCES = not is_off("nonce")
@@ -115,6 +116,22 @@ def _block_ids(blocks: Sequence[int]) -> NDArray[np.int64]:
     if ids.size and not 0 <= ids.min() <= ids.max() < _MOST_BLOCKS:
         raise TransferError("a KV offer names blocks that cannot be")
     return ids
+
+
+def check_content(ticket: Ticket, ours: str) -> None:
+    """Raise TransferError for KV of other weights, quantisation, KV dtype or adapter than `ours`.
+
+    The router pairs no such workers; but it may be of an older release, or know an earlier card.
+    """
+    if not mismatch(ours, ticket.content):
+        return
+    if PENDING in (ours, ticket.content):
+        which = "this worker" if ours == PENDING else ticket.worker_id
+        raise TransferError(f"the weights of {which} are not hashed yet: it exchanges no KV")
+    raise TransferError(
+        f"{ticket.worker_id} offers KV of another content ({ticket.content[:12]}) than is here ({ours[:12]})",
+        hint="start all workers of a model with the same weights, adapters, quantisation and KV dtype",
+    )
 
 
 def check_fetch(

@@ -6,6 +6,7 @@ from typing import Any
 from protocol.ids import WorkerId
 from protocol.messages import Role
 from workers.engine import EngineInfo
+from workers.loaded_content import KvContent
 from workers.states import WorkerStates
 
 
@@ -21,6 +22,7 @@ class FakePlace:
         self.done: list[str] = []
         self.infos: list[EngineInfo] = []  # with which it has joined
         self.states = WorkerStates()
+        self.content = KvContent()
         self.on_change: Callable[[], object] = lambda: None
 
     async def join(self, info: EngineInfo) -> None:

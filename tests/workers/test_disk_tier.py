@@ -28,7 +28,6 @@ from workers.engines.step import tier_settings
 from workers.metrics import read_load
 from workers.step_engine import StepEngine, StepEngineConfig
 from workers.tiers import TierSettings
-from workers.weights_print import weights_print
 
 SPACE = 1 << 22
 
@@ -114,7 +113,6 @@ async def test_other_weights_find_nothing(tmp_path: Path) -> None:
     for number, folder in enumerate(folders):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes([number]) * 3_000_000)
-    assert weights_print(str(folders[0])) != weights_print(str(folders[1]))
     first = await started(tmp_path / "kv", model_path=str(folders[0]))
     await use_twice(first)
     await first.engine.stop()

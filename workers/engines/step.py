@@ -52,6 +52,7 @@ def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]
         stall_timeout_s=STEP_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s,
         tiers=tier_settings(config),
         shares_prefixes=config.kv_peers,
+        has_weights=config.engine == "torch" and not config.random_weights,
     )
 
     def open_rank() -> StepEngine:

@@ -14,7 +14,7 @@ NAMES = sequence_hashes(PROMPT, BLOCK)
 
 
 def peers(num_blocks: int = 64, fingerprint: bytes = b"model") -> PeerPrefixes:
-    return PeerPrefixes(BlockPool(num_blocks, BLOCK), fingerprint, BLOCK_BYTES)
+    return PeerPrefixes(BlockPool(num_blocks, BLOCK), lambda: fingerprint, BLOCK_BYTES)
 
 
 def holding(tokens: Sequence[int] = PROMPT, num_blocks: int = 64, salt: str | None = None) -> PeerPrefixes:

@@ -79,6 +79,7 @@ class MockExecutor:
             pace=self._pace,
             start_s=self._start_s,
             roles=tuple(role for role in Role if not missing_tables(self._profile, role)),
+            kv_settings="mock",
             capacity=1.0 if self._profile is None else self._profile.capacity,
         )
 

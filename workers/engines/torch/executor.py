@@ -103,7 +103,13 @@ class TorchExecutor:
         )
         guides = open_guides(self._model_path, config.vocab_size, config.eos_token_ids, self._guide_whitespace)
         self._info = ModelInfo(
-            layout, config.context_tokens, config.vocab_size, config.eos_token_ids, FEATURES, guides=guides
+            layout,
+            config.context_tokens,
+            config.vocab_size,
+            config.eos_token_ids,
+            FEATURES,
+            guides=guides,
+            kv_settings="random" if self._random_weights else "",
         )
         return self._info
 

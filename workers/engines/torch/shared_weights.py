@@ -27,7 +27,7 @@ from workers.engines.torch.metrics import WEIGHTS, WEIGHTS_MOVED
 from workers.engines.torch.weights import ModelWeights
 from workers.memory.client import ImageLease, SharedMemory
 from workers.memory.pages import MappedImage, address_of, map_image
-from workers.weights_print import WEIGHT_SUFFIXES
+from workers.weights_hash import WEIGHT_SUFFIXES
 
 log = logging.getLogger(__name__)
 

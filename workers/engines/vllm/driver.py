@@ -6,6 +6,7 @@ Its imports take many seconds and its start longer: `open_driver` and `open_node
 import asyncio
 import contextlib
 import io
+import json
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -37,6 +38,7 @@ class VllmFacts:
     eos_token_ids: frozenset[int]
     tasks: frozenset[str]
     guesses: bool = False  # speculative decoding is on
+    kv_settings: str = ""  # what changes KV beside the files: dtypes, quantisation, overrides of the configuration
 
 
 @dataclass(slots=True)
@@ -346,7 +348,21 @@ def _facts(config: Any, tasks: frozenset[str]) -> VllmFacts:
         eos_token_ids=_eos_token_ids(model),
         tasks=tasks,
         guesses=config.speculative_config is not None,
+        kv_settings=_kv_settings(config),
     )
+
+
+def _kv_settings(config: Any) -> str:
+    """Return what changes the values of KV beside the model's files. How many GPUs share the work does not."""
+    cache, model = config.cache_config, config.model_config
+    settings = {
+        "dtype": str(model.dtype),
+        "quantization": str(getattr(model, "quantization", None)),
+        "kv_dtype": str(cache.cache_dtype),
+        "seed": str(model.seed) if config.load_config.load_format == "dummy" else "",  # of random weights
+        "overrides": repr(getattr(model, "hf_overrides", None)),
+    }
+    return json.dumps(settings, sort_keys=True)
 
 
 def _block_bytes(config: Any) -> int:
