@@ -28,7 +28,7 @@ GROUPS = (
         frozenset(
             {"name", "namespace", "role", "count", "discovery", "advertise_host", "metrics_port", "http_endpoint"}
         )
-        | {"mesh_tls", "mesh_probes"}
+        | {"mesh_tls", "mesh_probes", "allowed_hosts"}
         | {name for name in WorkerConfig.__struct_fields__ if name.startswith("attach_")},
     ),
     Group(
@@ -54,7 +54,7 @@ GROUPS = (
                 "max_body_mib",
             }
         )
-        | {"mesh_tls", "mesh_probes"}
+        | {"mesh_tls", "mesh_probes", "allowed_hosts"}
         | {"tokenizer", "tokenizer_cache_mib", "model_cache", "model_cache_mib"}  # the frontend's
         | {name for name in RouterConfig.__struct_fields__ if name.startswith("ext_proc_")},
     ),

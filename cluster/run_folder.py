@@ -1,5 +1,6 @@
 """Own the folder of a mesh on this host, and remove folders whose mesh was killed."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -8,9 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from protocol.errors import ConfigError
+
 PREFIX = "kvmesh-"
 OWNER = ".owner"  # locked as long as the mesh runs; the system lets go of it when the process is killed
+LOCK = ".lock"  # locked in the same way, in a folder that the user names; holds the pid of the mesh, and stays
 LEFT_SUFFIX = ".left"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers
 _held: dict[Path, TextIO] = {}  # an open file holds its lock
 
 
@@ -21,14 +26,42 @@ def claim(folder: Path) -> None:
     _held[folder] = file
 
 
+def hold(folder: Path) -> None:
+    """Lock a folder that the user has named until `let_go`. Raise ConfigError if a mesh runs there, and OSError.
+
+    Two meshes in one folder would find each other's workers, and the second would take the first's control socket.
+    """
+    file = (folder / LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.seek(0)
+            holder = file.read(32).strip()
+            file.close()
+            raise ConfigError(
+                f"a mesh runs in {folder} already, as process {holder or '(not known)'}",
+                hint="stop it, or give another --run-dir",
+            ) from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    _held[folder] = file
+
+
 def let_go(folder: Path, *, keep: bool) -> None:
-    """Remove a temporary folder at the end of its mesh, or leave it on purpose, such as for the logs of a failure."""
-    if keep:
+    """Remove a temporary folder at the end of its mesh, or leave it on purpose, such as for the logs of a failure.
+
+    A folder that the user has named stays.
+    """
+    file = _held.pop(folder, None)
+    is_named = file is not None and file.name == str(folder / LOCK)
+    if keep and not is_named:
         with suppress(OSError):
             (folder / OWNER).unlink()
-    else:
+    elif not is_named:
         shutil.rmtree(folder, ignore_errors=True)
-    if (file := _held.pop(folder, None)) is not None:
+    if file is not None:
         file.close()
 
 

@@ -27,7 +27,7 @@ from cluster.processes import (
     record_file_of,
     worker_spec,
 )
-from cluster.run_folder import PREFIX, claim, let_go, remove_left_folders
+from cluster.run_folder import PREFIX, claim, hold, let_go, remove_left_folders
 from cluster.slo import with_one_slo
 from frontend.config import FrontendConfig
 from mesh.discovery import Discovery, Put, open_discovery
@@ -162,12 +162,14 @@ def _is_of(frontend: int | None, pid: int) -> bool:
 
 
 def make_run_dir(given: str) -> Path:
-    """Make the run directory. Raises ConfigError if nothing can be written into it."""
+    """Make the run directory. Raises ConfigError if nothing can be written into it, or another mesh runs there."""
     try:
         run_dir = Path(given or tempfile.mkdtemp(prefix=PREFIX)).resolve()
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir / "logs").close()  # the directories may be there and closed to us
-        if not given:
+        if given:
+            hold(run_dir)
+        else:
             claim(run_dir)
             remove_left_folders()
     except OSError as error:
@@ -229,5 +231,4 @@ async def running_cluster(
             await crew.close()
             await supervisor.kill_all()
             await discovery.close()
-            if not config.up.run_dir:
-                let_go(run_dir, keep=keep)
+            let_go(run_dir, keep=keep)

@@ -1,5 +1,10 @@
 """Run one frontend: `python -m frontend`."""
 
+from mesh.starting import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()  # also while the modules below are imported
+
 import os
 import sys
 

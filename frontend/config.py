@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from mesh.discovery import DiscoveryUrl
+from mesh.http.browsers import AllowedHosts
 from mesh.identity.credentials import MeshTls
 from mesh.telemetry import LogFormat, LogLevel, Namespace
 from router.rules import DEFAULT_SLO_ITL_S
@@ -83,6 +84,7 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cors_origins: Annotated[
         str, Meta(description="origins of web pages that may call the API, with commas between them; *: all pages")
     ] = ""
+    allowed_hosts: AllowedHosts = ""
     ui: Annotated[bool, Meta(description="serve the live page, at /ui; with --mesh-tls it needs API keys")] = True
     ui_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,

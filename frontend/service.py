@@ -239,7 +239,7 @@ def configure(
     api: FrontendApi, config: FrontendConfig, guard: Doorkeeper | None, cors: Cors | None, cleanup: AsyncExitStack
 ) -> None:
     """Set what the application lets in and logs."""
-    api.app.guard, api.app.cors = guard, cors
+    api.app.guard, api.app.cors, api.app.allowed_hosts = guard, cors, config.allowed_hosts
     api.app.is_draining = lambda: api.admission.is_leaving
     api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
     open_access_log(api, config, cleanup)

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from mesh.lifecycle import run_command
+from mesh.starting import end_on_signals
 
 COMMANDS = {
     "up": ("kvmesh.up", "run a mesh on this host until Ctrl-C"),
@@ -48,12 +48,15 @@ SERVICES = {
 
 
 def main() -> int:
+    end_on_signals()
     open_standard_streams()
     argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0
     name, rest = argv[0], argv[1:]
+    from mesh.lifecycle import run_command  # imported only now, when a signal already ends us with one line
+
     if name in COMMANDS:
         return run_command(name, importlib.import_module(COMMANDS[name][0]).main, rest)
     if name in SERVICES:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from mesh.starting import SIGNALS, end_on_signals, interrupt_on_sigint
 from protocol.errors import ConfigError, ExpiredError, MeshError
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,10 @@ def run(main: Main) -> int:
     awaited.
     """
     gc.set_threshold(*GC_THRESHOLDS)
+    end_on_signals()  # until the event loop takes them
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_until_done(main))
-    except KeyboardInterrupt:  # before our signal handler was set
-        return 128 + signal.SIGINT
     except Exception as error:
         return _report(error)
 
@@ -49,8 +49,9 @@ def run(main: Main) -> int:
 def run_command(name: str, main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command of `kvmesh` and return its exit code. An expected failure is one line on stderr.
 
-    A reader that closes standard output, such as `head`, ends the command in silence.
+    So is Ctrl-C. A reader that closes standard output, such as `head`, ends the command in silence.
     """
+    interrupt_on_sigint()
     try:
         code = int(main(argv))
         sys.stdout.flush()
@@ -58,6 +59,9 @@ def run_command(name: str, main: Callable[[list[str]], int], argv: list[str]) ->
     except MeshError as error:
         print(f"kvmesh {name}: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
+    except KeyboardInterrupt:
+        print(f"kvmesh {name}: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
         return 128 + signal.SIGPIPE
@@ -170,7 +174,7 @@ async def _until_done(main: Main) -> int:
     assert task is not None
     signals = _Signals(stop, task)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they stay until the loop is closed
+    for number in SIGNALS:  # they stay until the loop is closed
         loop.add_signal_handler(number, signals.on_signal, number)
     try:
         code = await main(stop) or 0

@@ -18,12 +18,14 @@ from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 
 from mesh.address import cannot_listen, join_address
 from mesh.exposition import Exposed
+from mesh.http.browsers import BrowserPolicy, policy_of
 from mesh.http.door import Door, check_member
-from mesh.http.errors import ForbiddenError
+from mesh.http.errors import ForbiddenError, error_body
+from mesh.http.request import JSON
 from mesh.log_flood import SUMMARY_S, LogFlood
 from mesh.pages import MEMBER, PageServer, QuietHandler, server_class
 from mesh.trace_context import outgoing_trace_id, reset_outgoing, set_outgoing
-from protocol.errors import ConfigError, shown_error
+from protocol.errors import ConfigError, InvalidRequestError, shown_error
 
 # Types of settings: the field of each service's config.
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")]
@@ -94,13 +96,15 @@ def serve_metrics(
     registry: CollectorRegistry = REGISTRY,
     problem: Callable[[], str] = lambda: "",
     door: Door | None = None,
+    allowed_hosts: str = "",
     pages: Mapping[str, Callable[[], bytes]] = NO_PAGES,
 ) -> tuple[str, Callable[[], None]]:
     """Serve /metrics on a thread; return its URL and a function that ends it (blocks for up to 0.5 s).
 
     /health answers 200 while `problem` returns "", else 503 with what it returns. Another thread asks it.
     `pages` are further paths, whose answers are JSON. Port 0 takes a free one. `advertise_host` replaces the host in
-    the URL, for scrapers on other hosts. Raises ConfigError if the address cannot be used.
+    the URL, for scrapers on other hosts. Without `door`, web pages of strangers are refused (mesh/http/browsers.py).
+    Raises ConfigError if the address cannot be used.
     """
     own_pages = _with_pages(make_wsgi_app(Exposed(registry)), pages)
 
@@ -119,7 +123,8 @@ def serve_metrics(
         start(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(text)))])
         return [text]
 
-    server = _page_server(host, port, answer)
+    browsers = policy_of(allowed_hosts, (host, advertise_host), None, is_tls=False) if door is None else None
+    server = _page_server(host, port, answer if browsers is None else _checked(answer, browsers))
     server.door = door
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
@@ -153,6 +158,22 @@ def _with_pages(metrics: _Wsgi, pages: Mapping[str, Callable[[], bytes]]) -> _Ws
         body = page()
         start("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
         return [body]
+
+    return answer
+
+
+def _checked(application: _Wsgi, browsers: BrowserPolicy) -> _Wsgi:
+    """Return an application that refuses the web pages of strangers."""
+
+    def answer(environ: dict[str, Any], start: Callable[[str, list[tuple[str, str]]], Any]) -> Iterable[bytes]:
+        given = [(key[5:].lower().replace("_", "-"), value) for key, value in environ.items() if key[:5] == "HTTP_"]
+        try:
+            browsers.check(environ["REQUEST_METHOD"], given)
+        except InvalidRequestError as error:
+            told = error_body(error)
+            start("403 Forbidden", [("Content-Type", JSON), ("Content-Length", str(len(told)))])
+            return [told]
+        return application(environ, start)
 
     return answer
 

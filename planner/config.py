@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from mesh.discovery import DiscoveryUrl
+from mesh.http.browsers import AllowedHosts
 from mesh.identity.credentials import MeshProbes, MeshTls
 from mesh.telemetry import LogFormat, LogLevel, Namespace
 from planner.model import PlannerConfig
@@ -92,6 +93,7 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     record_mib: Annotated[float, Meta(gt=0, description="most MiB of that file and the one before it together")] = 16.0
     host: Annotated[str, Meta(description="address of /metrics")] = "127.0.0.1"
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
+    allowed_hosts: AllowedHosts = ""
     mesh_tls: MeshTls = ""
     mesh_probes: MeshProbes = False
     namespace: Namespace = "kvmesh"

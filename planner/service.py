@@ -72,7 +72,9 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
         cleanup.enter_context(labelled("planner", config.namespace))
         door = door_of(credentials, answers_probes=config.mesh_probes)
         told = ToldSteps()
-        metrics_url, close_metrics = serve_metrics(config.host, config.metrics_port, door=door, pages=told.pages)
+        metrics_url, close_metrics = serve_metrics(
+            config.host, config.metrics_port, door=door, allowed_hosts=config.allowed_hosts, pages=told.pages
+        )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         http = await cleanup.enter_async_context(member_session(credentials))
         outside = await cleanup.enter_async_context(aiohttp.ClientSession())  # a Prometheus is no member of the mesh
@@ -94,13 +96,8 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
             told,
         )
         acts: Callable[[float], bool] = always if config.shadow else lease.is_ours
-        log_ready(
-            log,
-            metrics=metrics_url,
-            discovery=config.discovery,
-            connector=connector.name,
-            record=config.record_file,
-        )
+        said = {"connector": connector.name, "record": config.record_file}
+        log_ready(log, metrics=metrics_url, discovery=config.discovery, **said)
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(lost_if_it_ends(view.follow(discovery)), name="planner: follow the mesh")]
             if not config.shadow:

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from kvevents.allowance import EventRates
 from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
+from mesh.http.browsers import AllowedHosts
 from mesh.identity.credentials import MeshProbes, MeshTls
 from mesh.safeguards import is_off
 from mesh.telemetry import LogFormat, LogLevel, Namespace
@@ -114,6 +115,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API and /metrics; 0: any")] = 0
+    allowed_hosts: AllowedHosts = ""
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="a port for /metrics alone, besides; 0: any")
     ] = None

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, suppress
 
 from mesh.discovery import open_discovery, standing_calls
 from mesh.exposition import labelled
-from mesh.http.door import door_of
+from mesh.http.door import Door, door_of
 from mesh.http.server import listening
 from mesh.identity.credentials import Credentials
 from mesh.identity.metrics import using
@@ -35,11 +35,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.ROUTER, config.name))
         cleanup.enter_context(labelled("router", config.namespace))
         door = door_of(credentials, answers_probes=config.mesh_probes)
-        if config.metrics_port is not None:
-            _, close_metrics = serve_metrics(
-                config.host, config.metrics_port, advertise_host=config.advertise_host, door=door
-            )
-            cleanup.push_async_callback(asyncio.to_thread, close_metrics)
+        open_metrics_port(config, door, cleanup)
         plane = PlaneClient(credentials)
         cleanup.push_async_callback(plane.close)
         workers = WorkerFeed(plane)
@@ -55,6 +51,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(server.close)
         address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         api = RouterApi(router, workers, int(config.max_body_mib * 2**20), config.max_bookings)
+        api.app.allowed_hosts = config.allowed_hosts
         url = await cleanup.enter_async_context(
             listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host, door=door)
         )
@@ -89,6 +86,20 @@ async def drain(server: PlaneServer, api: RouterApi, timeout_s: float) -> None:
     cut_off, _ = await asyncio.gather(server.drain(timeout_s), api.drain(timeout_s))
     if cut_off:
         log.warning("stopped with %d bookings open after %.1f s", cut_off, timeout_s)
+
+
+def open_metrics_port(config: RouterConfig, door: Door | None, cleanup: AsyncExitStack) -> None:
+    """Serve /metrics on a port of its own, if the settings name one. Raise ConfigError."""
+    if config.metrics_port is None:
+        return
+    _, close_metrics = serve_metrics(
+        config.host,
+        config.metrics_port,
+        advertise_host=config.advertise_host,
+        door=door,
+        allowed_hosts=config.allowed_hosts,
+    )
+    cleanup.push_async_callback(asyncio.to_thread, close_metrics)
 
 
 def handlers(router: LocalRouter, credentials: Credentials | None = None) -> dict[str, Handler]:

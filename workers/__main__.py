@@ -1,5 +1,10 @@
 """Run one worker: `python -m workers`."""
 
+from mesh.starting import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()  # also while the modules below are imported
+
 import logging
 import os
 import shlex

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from kvcache.tiers.place import check_endpoint, place_of
 from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
+from mesh.http.browsers import AllowedHosts
 from mesh.identity.credentials import MeshProbes, MeshTls
 from mesh.telemetry import LogFormat, LogLevel, Namespace
 from protocol.errors import ConfigError
@@ -195,6 +196,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float, Meta(ge=0, le=600, description="time between two reports of load to a router, at least; 0: no reports")
     ] = 0.5
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
+    allowed_hosts: AllowedHosts = ""
     discovery: DiscoveryUrl = "file:.run/discovery"
     max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0

@@ -139,6 +139,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
             advertise_host=config.advertise_host,
             problem=readiness.problem,
             door=door_of(credentials, answers_probes=config.mesh_probes),
+            allowed_hosts=config.allowed_hosts,
         )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         discovery = open_discovery(config.discovery, credentials)

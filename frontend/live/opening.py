@@ -112,6 +112,7 @@ async def live_page(
             routes(hub, parts.what_if),
             HttpLimits(max_body_bytes=MAX_BODY_BYTES, max_connections=MAX_CONNECTIONS),
             guard=guard,
+            allowed_hosts=config.allowed_hosts,
         )
         async with listening(app, config.host, config.ui_port, advertise_host=config.advertise_host, tls=tls) as url:
             log.info("the live page is there", extra={"url": f"{url}/ui"})

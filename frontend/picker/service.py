@@ -23,13 +23,14 @@ from mesh.identity.metrics import using
 from mesh.identity.names import MeshRole
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
-from mesh.telemetry import log_ready, serve_metrics
+from mesh.telemetry import log_ready
 from protocol.messages import encode_card
 from router.config import RouterConfig
 from router.feeds import WorkerFeed, tell_missing
 from router.findings import DiscoveryReport
 from router.http import RouterApi
 from router.local import LocalRouter
+from router.service import open_metrics_port
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +44,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         mesh = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.ROUTER, config.name))
         cleanup.enter_context(labelled("picker", config.namespace))
         door = door_of(mesh, answers_probes=config.mesh_probes)
-        if config.metrics_port is not None:
-            _, close_metrics = serve_metrics(
-                config.host, config.metrics_port, advertise_host=config.advertise_host, door=door
-            )
-            cleanup.push_async_callback(asyncio.to_thread, close_metrics)
+        open_metrics_port(config, door, cleanup)
         plane = PlaneClient(mesh)
         cleanup.push_async_callback(plane.close)
         workers = WorkerFeed(plane)
@@ -65,6 +62,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
             return workers.report([*endpoints.unusable(), *models.unusable()])
 
         api = RouterApi(router, workers, int(config.max_body_mib * 2**20), config.max_bookings, search)
+        api.app.allowed_hosts = config.allowed_hosts
         url = await cleanup.enter_async_context(
             listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host, door=door)
         )

@@ -26,6 +26,10 @@ class Cors:
         self._origins = frozenset(origins)
         self._exposed = {"access-control-expose-headers": ", ".join(exposed)} if exposed else {}
 
+    def allows(self, origin: str) -> bool:
+        """Return whether the pages of `origin` may call; of `*`: whether all pages may."""
+        return ANY in self._origins or origin in self._origins
+
     def headers(self, request: Request) -> dict[str, str]:
         """Return the headers that the reply to `request` needs."""
         vary = {} if ANY in self._origins else {"vary": "Origin"}

@@ -35,6 +35,10 @@ class UnsupportedEncodingError(InvalidRequestError):
     code = "unsupported_encoding"
 
 
+class UnsupportedTypeError(InvalidRequestError):
+    code = "unsupported_media_type"
+
+
 class RequestTimeoutError(InvalidRequestError):
     code = "request_timeout"
 
@@ -74,6 +78,7 @@ _BY_CODE = {
     "request_timeout": HttpFailure(408, _INVALID, "request_timeout"),
     "conflict": HttpFailure(409, _INVALID, "conflict"),
     "body_too_large": HttpFailure(413, _INVALID, "body_too_large"),
+    "unsupported_media_type": HttpFailure(415, _INVALID, "unsupported_media_type"),
     "unsupported_encoding": HttpFailure(415, _INVALID, "unsupported_encoding"),
     "head_too_large": HttpFailure(431, _INVALID, "headers_too_large"),
     "overloaded": HttpFailure(429, "rate_limit_error", "overloaded", retry_after_s=1),

@@ -14,6 +14,7 @@ from typing import Any
 
 from mesh.address import cannot_listen, join_address
 from mesh.http.accepting import Burst
+from mesh.http.browsers import BrowserPolicy, policy_of
 from mesh.http.connection import Connection, DateLine, refusal
 from mesh.http.cors import Cors, is_preflight
 from mesh.http.door import PLAIN_REFUSAL, Door, bare
@@ -88,6 +89,7 @@ class App:
     is_draining: Callable[[], bool] | None = None  # if True, no connection is kept after its reply
     access_log: AccessLog | None = None  # takes the fields of every request
     cors: Cors | None = None  # None: no page of another origin may call
+    allowed_hosts: str = ""  # further names that browsers may use for a port without a guard, as AllowedHosts
     refusal: Refusal = plain_refusal  # makes the reply for a failure that no handler has answered
     _exact: dict[str, dict[str, Route]] = field(default_factory=dict)
     _patterns: list[tuple[re.Pattern[str], dict[str, Route]]] = field(default_factory=list)
@@ -169,10 +171,14 @@ def _pattern(path: str) -> re.Pattern[str]:
 class Server:
     """The connections of one listener, and the state that they share."""
 
-    def __init__(self, app: App, door: Door | None = None) -> None:
-        """Serve an application; with `door`, to members of the mesh as the table of rights says."""
+    def __init__(self, app: App, door: Door | None = None, browsers: BrowserPolicy | None = None) -> None:
+        """Serve an application; with `door`, to members of the mesh as the table of rights says.
+
+        `browsers` says what a port that anybody may use refuses.
+        """
         self.takes_members = door is not None
         self._door = door
+        self._browsers = browsers
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time
         self.connections: set[Connection] = set()
@@ -259,6 +265,8 @@ class Server:
 
     def admit(self, request: Request) -> None:
         """Check the head of a request, before the body takes memory. Raises MeshError."""
+        if self._browsers is not None:
+            self._browsers.check(request.method, request.headers)
         if self._door is not None:
             self._door.check(request, self._app.find_or_none(request))
         guard = self._app.guard
@@ -432,14 +440,14 @@ async def listening(
 ) -> AsyncIterator[str]:
     """Serve on a TCP port while the block runs; yields the URL. A client that leaves cancels its handler.
 
-    With `door`, only members of the mesh are served. Port 0 takes a free one. Raises ConfigError if the address cannot
-    be used.
+    With `door`, only members of the mesh are served. A port with neither door nor guard refuses strangers' web pages
+    (mesh/http/browsers.py). Port 0 takes a free one. Raises ConfigError if the address cannot be used.
     """
     if door is not None:
         async with _listening_to_members(app, host, port, advertise_host, door, reuse_port) as url:
             yield url
         return
-    server = Server(app)
+    server = Server(app, browsers=_browser_policy(app, host, advertise_host, tls))
     server.make_room()
     secured: dict[str, Any] = {}
     if tls is not None:
@@ -466,6 +474,13 @@ async def listening(
         listener.close()
         await burst.close()
         await server.close()
+
+
+def _browser_policy(app: App, host: str, advertise_host: str, tls: ssl.SSLContext | None) -> BrowserPolicy | None:
+    """Return what a port refuses that asks for no key; None if it asks for keys, which no stranger's page knows."""
+    if app.guard is not None:
+        return None
+    return policy_of(app.allowed_hosts, (host, advertise_host), app.cors, is_tls=tls is not None)
 
 
 @asynccontextmanager

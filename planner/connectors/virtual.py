@@ -89,13 +89,13 @@ class VirtualConnector:
         self._listener = AsyncExitStack()
         self.url = ""
 
-    async def start(self, host: str, port: int, door: Door | None = None) -> None:
+    async def start(self, host: str, port: int, door: Door | None = None, allowed_hosts: str = "") -> None:
         """Listen for the orchestrator. Raise ConfigError if the address cannot be used."""
         routes = [
             Route("GET", "/decision", self._tell, error_body=error_body),
             Route("POST", "/decision/{number}/acknowledge", self._hear, error_body=error_body),
         ]
-        app = App(routes, LIMITS, guard=self._check_token)
+        app = App(routes, LIMITS, guard=self._check_token if self._token else None, allowed_hosts=allowed_hosts)
         try:
             self.url = await self._listener.enter_async_context(listening(app, host, port, door=door))
         except ConfigError as error:
@@ -150,7 +150,7 @@ class VirtualConnector:
     def _check_token(self, request: Request) -> None:
         """Raise UnauthorizedError for a request without the token."""
         given = (request.header("authorization") or "").encode(errors="replace")
-        if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise UnauthorizedError("send the token of --virtual-token-file as Authorization: Bearer")
 
     async def _tell(self, request: Request) -> Reply:
@@ -183,7 +183,7 @@ async def open_connector(config: ServiceConfig, present: Present) -> VirtualConn
     """Raise ConfigError if the token cannot be read or the address cannot be used."""
     connector = VirtualConnector(present, config.virtual_timeout_s, read_token(config.virtual_token_file))
     door = door_of(open_credentials(config.mesh_tls))
-    await connector.start(config.virtual_host, config.virtual_port, door)
+    await connector.start(config.virtual_host, config.virtual_port, door, config.allowed_hosts)
     return connector
 
 

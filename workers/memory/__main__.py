@@ -1,5 +1,10 @@
 """Run the memory service of this host: `python -m workers.memory`."""
 
+from mesh.starting import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()  # also while the modules below are imported
+
 import os
 import sys
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mesh.http.browsers import AllowedHosts
 from mesh.telemetry import LogFormat, LogLevel, Namespace
 
 
@@ -21,6 +22,7 @@ class MemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     json: Annotated[bool, Meta(description="with --status: print one JSON object")] = False
     host: Annotated[str, Meta(description="address of /metrics")] = "127.0.0.1"
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
+    allowed_hosts: AllowedHosts = ""
     namespace: Namespace = "kvmesh"
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

@@ -71,7 +71,7 @@ async def serve(config: MemoryConfig, stop: asyncio.Event) -> None:
         shelf = ImageShelf(int(config.limit_gib * GIB), config.writer_deadline_s)
         HELD.read("memory", lambda: read_shelf(shelf))
         cleanup.callback(HELD.forget, "memory")
-        url, close_metrics = serve_metrics(config.host, config.metrics_port)
+        url, close_metrics = serve_metrics(config.host, config.metrics_port, allowed_hosts=config.allowed_hosts)
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         counter = ImageCounter(shelf, listening(Path(config.socket)), config.writer_deadline_s)
         cleanup.callback(Path(config.socket).unlink, missing_ok=True)

@@ -181,7 +181,8 @@ httpGet: {path: {{ .path }}, port: {{ .port }}{{ if .root.Values.meshTls.enabled
 {{ end }}
 {{- end }}
 
-{{- /* The frontend's settings. What they do not say of the SLO, the planner's do: counting and planning mean one SLO. */ -}}
+{{- /* The frontend's settings. What they do not say of the SLO, the planner's do: counting and planning mean one SLO.
+       Clients in other namespaces may say <service>.<namespace>, which a frontend cannot tell from a public name. */ -}}
 {{- define "kvmesh.frontendSettings" -}}
 {{- $found := deepCopy .Values.frontend.settings }}
 {{- range $own, $planned := dict "slo_ttft_s" "ttft_slo_s" "slo_itl_s" "itl_slo_s" }}
@@ -189,6 +190,8 @@ httpGet: {path: {{ .path }}, port: {{ .port }}{{ if .root.Values.meshTls.enabled
 {{- $_ := set $found $own (get $.Values.planner.settings $planned) }}
 {{- end }}
 {{- end }}
+{{- $own := printf "%s-frontend.%s" .Release.Name .Release.Namespace }}
+{{- $_ := set $found "allowed_hosts" (compact (list $own $found.allowed_hosts) | join ",") }}
 {{- toJson $found }}
 {{- end }}
 
