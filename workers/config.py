@@ -1,5 +1,6 @@
 """Settings of a worker."""
 
+import shlex
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -231,3 +232,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"--guide-whitespace is not for the engine {self.engine}",
                 hint="engines of other projects have flags of their own for it, see docs/workers.md",
             )
+
+
+def with_engine_args(argv: list[str]) -> list[str]:
+    """Return the arguments with all that follows `--` as the value of --engine-args."""
+    if "--" not in argv:
+        return argv
+    at = argv.index("--")
+    return [*argv[:at], f"--engine-args={shlex.join(argv[at + 1 :])}"]
