@@ -246,7 +246,7 @@ async def test_an_embedding_server_is_asked_for_vectors_only(attach: Attach) -> 
     vector = np.array(vector_of([5, 6, 7]))
     assert told == pytest.approx(vector / np.linalg.norm(vector), abs=1e-6)
     assert (server.knobs.bodies[-1]["input"], server.knobs.bodies[-1]["cache_salt"]) == ([5, 6, 7], "a")
-    with pytest.raises(InvalidRequestError, match="a completion"):
+    with pytest.raises(InvalidRequestError, match="no completions"):
         await run(engine, ask([5]))
 
 
