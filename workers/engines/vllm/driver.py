@@ -183,6 +183,7 @@ class _VllmDriver:
         self.loads: Sequence[RankLoad] = [RankLoad() for _ in range(config.parallel_config.data_parallel_size)]
         with _guarded() as self._guard:
             self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.loads)])
+        self._pulls = PullCounts(self._llm.output_processor)
 
     async def prepare(self) -> None:
         tasks = frozenset(await self._llm.get_supported_tasks())
@@ -199,18 +200,18 @@ class _VllmDriver:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = _sampling(question)
-        prompt = _prompt(question.prompt, salt)
-        outputs = self._llm.generate(
-            prompt,
-            params,
-            request_id,
-            lora_request=_lora(adapter),
-            data_parallel_rank=rank if len(self.loads) > 1 else None,
-        )
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield _step(output)
+            outputs = self._llm.generate(
+                self._rendered(question.prompt, salt),
+                params,
+                request_id,
+                lora_request=_lora(adapter),
+                data_parallel_rank=rank if len(self.loads) > 1 else None,
+            )
+            with self._pulls.counted(request_id) as pulled:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield _step(output, pulled.tokens)
         except EngineDeadError as error:
             raise EngineError("vLLM's engine process died", hint="see the worker's log") from error
         except EngineGenerateError as error:
@@ -228,9 +229,10 @@ class _VllmDriver:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = PoolingParams(task="embed")
-        outputs = self._llm.encode(_prompt(list(prompt), salt), params, request_id, lora_request=_lora(adapter))
         vector = b""
         try:
+            rendered = self._rendered(list(prompt), salt)
+            outputs = self._llm.encode(rendered, params, request_id, lora_request=_lora(adapter))
             async with aclosing(outputs):
                 async for output in outputs:
                     vector = output.outputs.data.float().cpu().numpy().astype("<f4").tobytes()
@@ -239,6 +241,14 @@ class _VllmDriver:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
         return vector
+
+    def _rendered(self, tokens: list[int], salt: str | None) -> Any:
+        """Return a prompt of token ids in the form that vLLM's engine takes. Raises vLLM's own errors."""
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=tokens, **({"cache_salt": salt} if salt else {}))
+        [rendered] = self._llm.renderer.render_cmpl([prompt])
+        return rendered
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._llm.reset_prefix_cache())
@@ -275,6 +285,48 @@ class _VllmDriver:
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
             await asyncio.to_thread(self._guard.close)
+
+
+@dataclass(slots=True)
+class Pulled:
+    """Count the tokens of one prompt that came from another worker."""
+
+    tokens: int | None = None  # None: vLLM has not reported it yet
+
+
+class PullCounts:
+    """Reads from vLLM's internal outputs how many tokens of each prompt were pulled.
+
+    A RequestOutput does not tell: on a decode leg its `num_cached_tokens` is the count of the prefill worker.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        """Follow `processor`, the OutputProcessor of an AsyncLLM."""
+        self._running: dict[str, Pulled] = {}
+        process_outputs = processor.process_outputs
+
+        def counting(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            for output in outputs:
+                if output.prefill_stats is not None:
+                    self._note(processor.request_states.get(output.request_id), output.prefill_stats)
+            return process_outputs(outputs, *args, **kwargs)
+
+        processor.process_outputs = counting
+
+    @contextmanager
+    def counted(self, request_id: str) -> Iterator[Pulled]:
+        """Count for the request as long as the block runs."""
+        pulled = self._running[request_id] = Pulled()
+        try:
+            yield pulled
+        finally:
+            if self._running.get(request_id) is pulled:
+                del self._running[request_id]
+
+    def _note(self, state: Any, stats: Any) -> None:
+        pulled = None if state is None else self._running.get(state.external_req_id)
+        if pulled is not None and pulled.tokens is None:
+            pulled.tokens = stats.num_external_cached_tokens
 
 
 @contextmanager
@@ -370,12 +422,6 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _prompt(tokens: list[int], salt: str | None) -> Any:
-    from vllm.inputs import TokensPrompt
-
-    return TokensPrompt(prompt_token_ids=tokens, **({"cache_salt": salt} if salt else {}))
-
-
 def _sampling(question: VllmQuestion) -> Any:
     """Raises InvalidRequestError."""
     from vllm import SamplingParams
@@ -400,7 +446,7 @@ def _lora(adapter: LoadedAdapter | None) -> Any:
     return None if adapter is None else LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
-def _step(output: Any) -> VllmStep:
+def _step(output: Any, pulled_tokens: int | None) -> VllmStep:
     completion = output.outputs[0]
     return VllmStep(
         token_ids=completion.token_ids,
@@ -408,6 +454,7 @@ def _step(output: Any) -> VllmStep:
         stop_reason=completion.stop_reason,
         logprobs=completion.logprobs,
         cached_tokens=output.num_cached_tokens,
+        pulled_tokens=pulled_tokens,
         kv=output.kv_transfer_params,
         prompt_logprobs=output.prompt_logprobs or (),
     )

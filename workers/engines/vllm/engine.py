@@ -267,15 +267,12 @@ class VllmEngine:
                         self.release(ticket.offer_id, ticket.nonce)
 
     def _report(self, question: VllmQuestion, step: VllmStep, duration_s: float) -> PullReport | None:
-        """Return how the pull went. vLLM says of single requests what it had cached; the rest came from the prefill
-        worker.
-        """
+        """Return how the pull went. Where vLLM does not tell how many tokens it pulled, the whole prompt counts."""
         if step.finish_reason not in (None, "stop", "length"):
             return None
         facts = self._facts
-        num_blocks = max(
-            0, -(-len(question.prompt) // facts.block_size) - (step.cached_tokens or 0) // facts.block_size
-        )
+        pulled = len(question.prompt) if step.pulled_tokens is None else step.pulled_tokens
+        num_blocks = -(-pulled // facts.block_size)  # a pull begins with a whole block
         report = PullReport(TRANSFER, num_blocks * facts.block_bytes, num_blocks, duration_s)
         PULLS.labels(TRANSFER, "ok").inc()
         PULL_BYTES.labels(TRANSFER).inc(report.num_bytes)

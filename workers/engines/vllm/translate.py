@@ -191,7 +191,8 @@ class VllmStep:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: Sequence[Mapping[int, Any]] | None = None  # per token: id -> object with logprob and rank
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # with a ticket: those that the prefill worker had cached
+    pulled_tokens: int | None = None  # of the prompt, from another worker; None: not known
     kv: Mapping[str, Any] | None = None
     prompt_logprobs: Sequence[Mapping[int, Any] | None] = ()  # per token of the prompt, with the first token
 
