@@ -37,6 +37,7 @@ class VllmFacts:
     eos_token_ids: frozenset[int]
     tasks: frozenset[str]
     guesses: bool = False  # speculative decoding is on
+    kept_adapters: int = 0  # beyond them vLLM reads adapters again from their folders
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    name: str
-    number: int  # >= 1, unique to it
+    name: str  # for vLLM: unique to its content
+    number: int  # >= 1, unique to one loading
     path: str
 
 
@@ -398,6 +399,7 @@ def _facts(config: Any, tasks: frozenset[str]) -> VllmFacts:
         eos_token_ids=_eos_token_ids(model),
         tasks=tasks,
         guesses=config.speculative_config is not None,
+        kept_adapters=0 if config.lora_config is None else config.lora_config.max_cpu_loras or 0,
     )
 
 
