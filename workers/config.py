@@ -114,7 +114,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(description="torch, mock: how KV moves between workers; auto: nixl if it loads"),
     ] = "auto"
     kv_connector: Annotated[
-        str, Meta(description="vllm: nixl, offloading, lmcache, a chain of them as nixl,offloading, or none")
+        str,
+        Meta(description="vllm: nixl, offloading, lmcache, lmcache-mp, a chain of them as nixl,offloading, or none"),
     ] = ""
     kv_host_mib: Annotated[
         int, Meta(ge=0, description="torch, mock: host memory of each rank for KV that leaves the device; 0: none")
@@ -151,6 +152,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(description="torch, mock: pull prefixes from other workers where that is faster, and offer them its own"),
     ] = True
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
+    lmcache_server: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^:/\s]+:[0-9]{1,5}\Z",
+            description="vllm: HOST:PORT of the `lmcache server` of --kv-connector lmcache-mp",
+        ),
+    ] = "127.0.0.1:5555"
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
     canary_interval_s: Annotated[

@@ -158,7 +158,12 @@ def _check_connectors(args: Any) -> None:
 
     if (told := args.kv_transfer_config) is not None:
         found = {"kv_connector": told.kv_connector, "kv_connector_extra_config": told.kv_connector_extra_config}
-        check_can_run(found, on_cpu=current_platform.is_cpu(), has_module=lambda name: find_spec(name) is not None)
+        check_can_run(
+            found,
+            on_cpu=current_platform.is_cpu(),
+            has_module=lambda name: find_spec(name) is not None,
+            has_adapters=bool(args.enable_lora),
+        )
 
 
 def _prefer_one_process(args: Any) -> None:

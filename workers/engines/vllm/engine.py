@@ -48,7 +48,7 @@ from workers.engines.vllm.driver import Driver, LoadedAdapter, VllmFacts, open_d
 from workers.engines.vllm.events import EventFeed
 from workers.engines.vllm.patience import within
 from workers.engines.vllm.starting import Starting
-from workers.engines.vllm.transfer import TRANSFER
+from workers.engines.vllm.transfer import TRANSFER, keeps_kv
 from workers.engines.vllm.translate import (
     DivergedError,
     PullFailedError,
@@ -63,6 +63,7 @@ from workers.engines.vllm.translate import (
     write_ticket,
 )
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
+from workers.weights_print import weights_print
 
 log = logging.getLogger(__name__)
 
@@ -420,6 +421,7 @@ class VllmEngine:
             replay=f"ipc://{self._folder}/replay",
             side_channel_port=free_ports(self._config.dp_size, self._config.host),
             num_cpus=len(os.sched_getaffinity(0)),
+            weights=weights_print(self._model_path).hex() if keeps_kv(self._config) else "",
         )
         return plan_start(self._config, self._name, self._first_adapters, surroundings)
 
