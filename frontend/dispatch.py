@@ -564,7 +564,7 @@ class _Leg:
             self.on_offer_taken(self.ticket)
             self.ticket = None
             delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
-        if not self._has_begun or delta.pull is not None:
+        if not self._has_begun or delta.pull is not None or delta.cached_tokens is not None:
             self._note(delta)
         wants_more = self._forward(delta)
         if not self.is_steady:

@@ -133,6 +133,10 @@ def check_prompt_logprobs(parsed: ParsedRequest, prompts: Sequence[TokenizedProm
 
 def require_features(parsed: ParsedRequest, model: Model) -> None:
     """Raise InvalidRequestError that names what the engine cannot do."""
+    if Feature.COMPLETIONS not in model.features and Feature.EMBEDDINGS in model.features:
+        raise InvalidRequestError(
+            f"the model {model.name!r} computes embeddings only", hint="use /v1/embeddings", param="model"
+        )
     if parsed.guide is not None:
         forced = parsed.tools is not None and not parsed.tools.is_free
         model.require(Feature.GUIDED, "tool_choice" if forced else parsed.names.format)

@@ -84,6 +84,18 @@ class CacheMirror:
         """Forget everything, because the content of the engine is no longer known."""
         return self.apply([Cleared()])
 
+    def forget_adapter(self, name: str) -> list[KvEvent]:
+        """Forget the blocks of the adapter `name`; return the events to announce. Later news of them is left out."""
+        pending = [block for block in self._roots.values() if block.lora == name]
+        for block in pending:
+            self._hide(block)
+            del self._roots[block.key]
+        while pending:
+            block = pending.pop()
+            del self._blocks[block.key]
+            pending.extend(block.children.values())
+        return self._news.take()
+
     def snapshot(self) -> list[KvEvent]:
         """Return events that rebuild the announced content, parents before children."""
         told: set[tuple[SequenceHash, Tier]] = set()

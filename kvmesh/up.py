@@ -14,12 +14,13 @@ from mesh.config import config_path, load
 from mesh.lifecycle import run
 from planner.config import ServiceConfig
 from protocol.errors import ConfigError
+from workers.config import with_engine_args
 
 PLANNER_FLAG = "--planner-"
 
 
 def main(argv: list[str]) -> int:
-    own, for_planner = split_flags(argv)
+    own, for_planner = split_flags(with_engine_args(argv))
     config = load_cluster(own, os.environ)
     console = Console(highlight=False)
     config_file = config_path(own, os.environ, ENV_PREFIX)

@@ -225,7 +225,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     # One per token of token_ids, where asked for. Any before these belong to the prompt: its tokens from the second on,
     # in order, over one or more deltas; the last of them come with the first token or before it.
     logprobs: tuple[TokenLogprob, ...] | None = None
-    cached_tokens: int | None = None  # first delta with a token: prompt tokens found in this worker's prefix cache
+    cached_tokens: int | None = None  # prompt tokens found in this worker's cache; with the first token, or the last
     ticket: Ticket | None = None  # last delta of a prefill leg whose answer continues at a decode worker
     pull: PullReport | None = None  # first delta of a request whose KV was pulled, or should have been
     stop_token: int | None = None  # the stop token that ended the answer; it is part of token_ids

@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
 import logging
 import os
-import shlex
 import sys
 import threading
 
@@ -15,7 +14,7 @@ from mesh.config import load
 from mesh.lifecycle import run
 from mesh.telemetry import setup_logging
 from protocol.errors import ConfigError
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, with_engine_args
 from workers.durable_tier import TIER_THREAD
 from workers.names import with_name
 from workers.service import serve
@@ -45,14 +44,6 @@ def main() -> int:
         sys.stderr.flush()
         os._exit(code)  # the interpreter would wait for a step, or a disk, that never ends
     return code
-
-
-def with_engine_args(argv: list[str]) -> list[str]:
-    """Return the arguments with all that follows `--` as the value of --engine-args."""
-    if "--" not in argv:
-        return argv
-    at = argv.index("--")
-    return [*argv[:at], f"--engine-args={shlex.join(argv[at + 1 :])}"]
 
 
 if __name__ == "__main__":

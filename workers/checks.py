@@ -9,6 +9,10 @@ from workers.engine import EngineInfo
 
 def check_generation(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise InvalidRequestError for a feature or an adapter that the engine lacks."""
+    if Feature.COMPLETIONS not in info.features:
+        raise InvalidRequestError(
+            "this worker's engine computes no completions", hint="use /v1/embeddings", param="model"
+        )
     for feature, param in _wanted(request):
         if feature not in info.features:
             able = ", ".join(sorted(info.features)) or "nothing"
@@ -45,7 +49,6 @@ def check_prompt(num_prompt: int, num_generated: int, context_tokens: int) -> No
 
 def _wanted(request: GenerateRequest) -> Iterator[tuple[Feature, str]]:
     """Yield each feature that the request needs, with the parameter that needs it."""
-    yield Feature.COMPLETIONS, "a completion"
     if request.sampling.top_logprobs is not None:
         yield Feature.LOGPROBS, "logprobs"
     if request.sampling.prompt_logprobs is not None:

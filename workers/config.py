@@ -1,5 +1,6 @@
 """Settings of a worker."""
 
+import shlex
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -114,7 +115,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(description="torch, mock: how KV moves between workers; auto: nixl if it loads"),
     ] = "auto"
     kv_connector: Annotated[
-        str, Meta(description="vllm: nixl, offloading, lmcache, a chain of them as nixl,offloading, or none")
+        str,
+        Meta(description="vllm: nixl, offloading, lmcache, lmcache-mp, a chain of them as nixl,offloading, or none"),
     ] = ""
     kv_host_mib: Annotated[
         int, Meta(ge=0, description="torch, mock: host memory of each rank for KV that leaves the device; 0: none")
@@ -151,6 +153,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(description="torch, mock: pull prefixes from other workers where that is faster, and offer them its own"),
     ] = True
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
+    lmcache_server: Annotated[
+        str,
+        Meta(
+            pattern=r"^[^:/\s]+:[0-9]{1,5}\Z",
+            description="vllm: HOST:PORT of the `lmcache server` of --kv-connector lmcache-mp",
+        ),
+    ] = "127.0.0.1:5555"
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
     canary_interval_s: Annotated[
@@ -233,3 +242,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"--guide-whitespace is not for the engine {self.engine}",
                 hint="engines of other projects have flags of their own for it, see docs/workers.md",
             )
+
+
+def with_engine_args(argv: list[str]) -> list[str]:
+    """Return the arguments with all that follows `--` as the value of --engine-args."""
+    if "--" not in argv:
+        return argv
+    at = argv.index("--")
+    return [*argv[:at], f"--engine-args={shlex.join(argv[at + 1 :])}"]

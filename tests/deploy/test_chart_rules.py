@@ -30,8 +30,7 @@ from tests.support.chart import (
     refused,
     rendered,
 )
-from workers.__main__ import with_engine_args
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, with_engine_args
 from workers.engines.registry import STARTED
 from workers.engines.sglang.arguments import read_flags
 from workers.engines.vllm.arguments import Surroundings, leads, plan_start

@@ -37,8 +37,7 @@ from protocol.version import RELEASE
 from tests.support import mesh_tls
 from tests.support.etcd_server import WHY_NONE as NO_ETCD
 from tests.support.nats_server import WHY_NONE as NO_NATS
-from workers.__main__ import with_engine_args
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, with_engine_args
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"

@@ -207,6 +207,14 @@ async def test_what_an_engine_cannot_weigh_is_refused_by_name(able_folder: Path,
 
 
 @pytest.mark.parametrize("path", PATHS)
+async def test_a_completion_by_an_embeddings_model_is_refused_by_its_name(able_folder: Path, path: str) -> None:
+    async with serving(able_card(able_folder, features=(Feature.EMBEDDINGS,))) as served:
+        status, _, body = await served.post(path, PATHS[path])
+    assert (status, body["error"]["param"]) == (400, "model")
+    assert "computes embeddings only" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("field", "param"),
     [

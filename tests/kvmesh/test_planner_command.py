@@ -6,12 +6,20 @@ import pytest
 
 from cluster.config import ClusterConfig, UpConfig, load_cluster
 from cluster.processes import planner_spec
-from kvmesh.up import planner_config, split_flags
+from kvmesh.up import main, planner_config, split_flags
 from mesh.config import load
 from planner.config import ServiceConfig
 from protocol.errors import ConfigError
 from protocol.profile import read_profile
 from protocol.timing import PolynomialTiming
+
+
+def test_what_follows_two_dashes_goes_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes: list[ClusterConfig] = []
+    monkeypatch.setattr("kvmesh.up.up", lambda config, *_: meshes.append(config))
+    monkeypatch.setattr("kvmesh.up.run", lambda serve: serve(None) or 0)
+    assert main(["--engine", "vllm", "--port", "0", "--", "--planner-x", "--block-size", "32", "a b"]) == 0
+    assert meshes[0].worker["engine_args"] == "--planner-x --block-size 32 'a b'"
 
 
 def test_flags_of_planner_and_up_are_split() -> None:

@@ -20,8 +20,7 @@ from protocol.messages import Role
 from protocol.profile import Profile
 from router.config import RouterConfig
 from tests.support.chart import container_of, find_tool, in_a_pod, rendered
-from workers.__main__ import with_engine_args
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, with_engine_args
 from workers.engines.registry import STARTED
 from workers.engines.sglang.arguments import EventEndpoints, argv_of, read_flags
 from workers.engines.trtllm.arguments import prune, read_arguments

@@ -53,6 +53,7 @@ class Knobs:
     fail_after: int | None = None  # tokens, then an event says that it failed
     stop_after: int | None = None  # tokens, the last of them EOS
     is_healthy: bool = True
+    cached_tokens: int | None = None  # what its usage says; a server says nothing unless a flag makes it
     other_requests: int = 0  # of callers outside the mesh, that run now
     api_key: str = ""  # that everything under /v1 wants
 
@@ -138,7 +139,10 @@ class Server:
 
     def whole(self, body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
         tokens, reason = self.planned(body, prompt)
-        return {"choices": [self.choice(body, prompt, tokens, reason, is_first=True)], "usage": usage(prompt, tokens)}
+        return {
+            "choices": [self.choice(body, prompt, tokens, reason, is_first=True)],
+            "usage": usage(prompt, tokens, self.knobs.cached_tokens),
+        }
 
     def planned(self, body: dict[str, Any], prompt: list[int]) -> tuple[list[int], str]:
         stop_after = self.knobs.stop_after
@@ -174,7 +178,9 @@ class Server:
         except (asyncio.CancelledError, ConnectionResetError):
             self.knobs.left.append(sent)
             raise
-        await response.write(event({"choices": [], "usage": usage(prompt, tokens)}) + b"data: [DONE]\n\n")
+        await response.write(
+            event({"choices": [], "usage": usage(prompt, tokens, self.knobs.cached_tokens)}) + b"data: [DONE]\n\n"
+        )
         return response
 
     def choice(
@@ -457,8 +463,9 @@ def logprobs(tokens: Sequence[int], top: int, echoed: Sequence[int] = ()) -> dic
     }
 
 
-def usage(prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
-    return {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "prompt_tokens_details": None}
+def usage(prompt: Sequence[int], tokens: Sequence[int], cached_tokens: int | None) -> dict[str, Any]:
+    details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
+    return {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "prompt_tokens_details": details}
 
 
 def error(status: int, message: str, param: str | None) -> web.Response:

@@ -25,7 +25,8 @@ class FakeVllm:
 
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self.flags = list(flags)
-        self.facts = VllmFacts(BLOCK, 64, 1024, CONTEXT, 8, frozenset({EOS}), frozenset({"generate", "embed"}))
+        tasks = frozenset({"generate", "embed"})
+        self.facts = VllmFacts(BLOCK, 64, 1024, CONTEXT, 8, frozenset({EOS}), tasks, kept_adapters=8)
         self.num_ranks = int(self._value("--data-parallel-size", "1"))
         self.loads: Sequence[RankLoad] = [RankLoad() for _ in range(self.num_ranks)]
         self.ranks: list[int] = []  # of the questions

@@ -33,20 +33,42 @@ class VllmMesh(Mesh):
         super().__init__(process, run_dir)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_worker(self, name: str, role: str, *flags: str, settings: Sequence[str] = ()) -> None:
+    def start_worker(
+        self,
+        name: str,
+        role: str,
+        *flags: str,
+        settings: Sequence[str] = (),
+        model_path: Path = CHECKPOINT_DIR,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         """Start a worker with vLLM's own `flags` and the worker's `settings`."""
         command = ["-m", "workers", "--engine", "vllm", "--name", name, "--role", role, "--model", "tiny"]
-        command += ["--model-path", str(CHECKPOINT_DIR), "--dtype", "float32"]
+        command += ["--model-path", str(model_path), "--dtype", "float32"]
         command += ["--discovery", f"file:{self.run_dir / 'discovery'}", *settings, "--", *FLAGS, *flags]
-        self.started[name] = _start(self.run_dir, name, command)
+        self.started[name] = _start(self.run_dir, name, command, environ)
+
+    def end_worker(self, name: str) -> None:
+        """Stop a worker, and wait until the frontend no longer knows it."""
+        _end([self.started.pop(name)])
+        until(self._frontend_serves_all, what=f"the frontend to forget {name}")
 
     def until_ready(self, *names: str, within_s: float = START_S) -> None:
+        """Wait until discovery has the workers `names` and the frontend serves their model by all known workers."""
+
         def all_there() -> bool:
             for name in names:
                 assert self.started[name].poll() is None, f"{name} ended\n{self.logs()}"
             return self.workers().keys() >= set(names)
 
         until(all_there, within_s, f"the workers {names}")
+        until(self._frontend_serves_all, what=f"the frontend to serve by {names}")
+
+    def _frontend_serves_all(self) -> bool:
+        """Return whether the frontend knows every worker that discovery has, and lists the model."""
+        with self.http as http:
+            models = http.get("/v1/models").json()["data"]
+        return any(model["id"] == "tiny" for model in models) and self.workers_seen() == len(self.workers())
 
     @contextmanager
     def routed_by(self, policy: str) -> Iterator[str]:

@@ -176,9 +176,12 @@ def text(answer: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[StockServer], Mesh]]:
-    """Two equal servers behind one mesh. A test leaves them as it found them."""
+    """Two servers behind one mesh; only the second one reports cached tokens. A test leaves them as it found them."""
     folder = tmp_path_factory.mktemp("two")
-    with servers(folder, (), ()) as pair, attached(folder, *(s.url for s in pair), workers=2) as mesh:
+    with (
+        servers(folder, (), ("--enable-prompt-tokens-details",)) as pair,
+        attached(folder, *(s.url for s in pair), workers=2) as mesh,
+    ):
         yield pair, mesh
 
 
@@ -198,6 +201,7 @@ def test_a_second_turn_goes_to_its_server(two: Two) -> None:
         again = complete(mesh.url, second, kvmesh={"trace": True})
         assert again["kvmesh"]["decode_worker"] == name
         assert by_name[name].metric("vllm:prefix_cache_hits_total") - before == 10 * BLOCK
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 10 * BLOCK
         other = next(server for server in pair if server.name != name)
         assert text(again) == text(complete(other.url, second))
 

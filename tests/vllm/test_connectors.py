@@ -55,7 +55,7 @@ def test_a_prefill_worker_hands_over_by_one_connector_and_keeps_by_another(mesh:
 
 @pytest.mark.parametrize(
     ("connector", "message"),
-    [("OffloadingConnector", "this vLLM computes on the CPU"), ("LMCacheConnectorV1", "pip install lmcache")],
+    [("OffloadingConnector", "this vLLM computes on the CPU"), ("LMCacheConnectorV1", "--kv-connector lmcache-mp")],
 )
 def test_what_cannot_run_here_is_refused_before_anything_starts(connector: str, message: str) -> None:
     told = json.dumps({"kv_connector": connector, "kv_role": "kv_both"})

@@ -31,6 +31,7 @@ from tests.support.vllm_mesh import BLOCK, VllmMesh, idle_cores, needs_vllm, run
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
 PULL_TIMEOUT_S = 8
+BYTES_PER_TOKEN = 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, head size, float32
 RESTS_S = 1.5  # what in vLLM waits by spinning goes to sleep after a second
 
 
@@ -57,48 +58,6 @@ def answer(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> tuple[str, dic
 def alone(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> str:
     """Return the decode worker's answer when it computes the prompt itself."""
     return answer(mesh, tokens, kvmesh={"trace": True, "disaggregate": False}, **body)[0]
-
-
-def test_no_pull_stalls_one_after_the_other_or_after_a_rest(mesh: VllmMesh) -> None:
-    """A pull takes less than a second on an idle machine; a stall takes ten and more.
-
-    Stalls are likeliest in workers that have just started, so this test comes first.
-    """
-    for number in range(12):
-        if number % 3 == 0:
-            time.sleep(RESTS_S)
-        started = time.monotonic()
-        _, trace = answer(mesh, prompt(340, first=2000 + 31 * number), max_tokens=8)
-        assert not trace.get("pull_error")
-        assert trace["kv_bytes_pulled"] > 0
-        assert time.monotonic() - started < 6.0, f"request {number}"
-
-
-@pytest.mark.parametrize("length", [340, 352, 33, 31])
-def test_the_whole_prompt_is_pulled_and_the_answer_is_that_of_one_worker(mesh: VllmMesh, length: int) -> None:
-    """The counters are vLLM's own; 352 is a multiple of the block size."""
-    sources = ("external_kv_transfer", "local_compute")
-    before = [mesh.prompt_tokens("decode-0", source) for source in sources]
-    tokens = prompt(length, first=7 * length)
-    text, trace = answer(mesh, tokens)
-    after = [mesh.prompt_tokens("decode-0", source) for source in sources]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [length, 0]
-    assert trace["transfer"] == "vllm-nixl"
-    assert trace["kv_bytes_pulled"] == -(-length // BLOCK) * BLOCK * 2 * 4 * 2 * 32 * 4  # k and v, layers, heads, f32
-    assert text == alone(mesh, tokens)
-
-
-def test_a_seed_draws_the_same_answer_with_and_without_a_prefill_worker(mesh: VllmMesh) -> None:
-    sampled = {"temperature": 1.0, "seed": 11}
-    tokens = prompt(200, first=3)
-    assert answer(mesh, tokens, **sampled)[0] == alone(mesh, tokens, **sampled)
-
-
-def test_idle_workers_leave_the_cores_alone(mesh: VllmMesh) -> None:
-    assert idle_cores([*mesh.tree("prefill-0"), *mesh.tree("decode-0")]) < 0.6
-
-
-# --- what if the prefill worker dies; the last tests take workers away ------------------------------------------
 
 
 def request_of(tokens: Sequence[int], **fields: Any) -> GenerateRequest:
@@ -131,6 +90,85 @@ def prefilled(mesh: VllmMesh, tokens: Sequence[int], **fields: Any) -> tuple[tup
     [delta] = ask(mesh.workers()["prefill-0"], request_of(tokens, offer_kv=True, **fields))
     assert delta.ticket is not None
     return delta.token_ids, delta.ticket
+
+
+def test_no_pull_stalls_one_after_the_other_or_after_a_rest(mesh: VllmMesh) -> None:
+    """A pull takes less than a second on an idle machine; a stall takes ten and more.
+
+    Stalls are likeliest in workers that have just started, so this test comes first.
+    """
+    for number in range(12):
+        if number % 3 == 0:
+            time.sleep(RESTS_S)
+        started = time.monotonic()
+        _, trace = answer(mesh, prompt(340, first=2000 + 31 * number), max_tokens=8)
+        assert not trace.get("pull_error")
+        assert trace["kv_bytes_pulled"] > 0
+        assert time.monotonic() - started < 6.0, f"request {number}"
+
+
+@pytest.mark.parametrize("length", [340, 352, 33, 31])
+def test_the_whole_prompt_is_pulled_and_the_answer_is_that_of_one_worker(mesh: VllmMesh, length: int) -> None:
+    """The counters are vLLM's own; 352 is a multiple of the block size."""
+    sources = ("external_kv_transfer", "local_compute")
+    before = [mesh.prompt_tokens("decode-0", source) for source in sources]
+    tokens = prompt(length, first=7 * length)
+    text, trace = answer(mesh, tokens)
+    after = [mesh.prompt_tokens("decode-0", source) for source in sources]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [length, 0]
+    assert trace["transfer"] == "vllm-nixl"
+    assert trace["kv_bytes_pulled"] == -(-length // BLOCK) * BLOCK * BYTES_PER_TOKEN
+    assert text == alone(mesh, tokens)
+
+
+def test_the_reported_bytes_are_those_that_vllm_pulled(mesh: VllmMesh) -> None:
+    """Whatever the two workers have cached of the prompt, vLLM's count of pulled tokens says what was moved."""
+    beginning = prompt(10 * BLOCK, first=4400)
+    answer(mesh, beginning, kvmesh={"trace": True, "disaggregate": True})
+    for number, tokens in enumerate(([*beginning, *prompt(50, 4500)], [*beginning, *prompt(50, 4600)])):
+        if number:  # the prefill worker has the whole prompt cached, the decode worker its beginning
+            prefilled(mesh, tokens)
+        metric = "kvmesh_worker_kv_pulled_bytes_total"
+        before = mesh.prompt_tokens("decode-0", "external_kv_transfer"), mesh.metric(metric, "decode-0")
+        _, trace = answer(mesh, tokens, kvmesh={"trace": True, "disaggregate": True})
+        after = mesh.prompt_tokens("decode-0", "external_kv_transfer"), mesh.metric(metric, "decode-0")
+        assert after[0] - before[0] == 50
+        assert trace["kv_bytes_pulled"] == after[1] - before[1] == -(-50 // BLOCK) * BLOCK * BYTES_PER_TOKEN
+
+
+def test_all_of_a_prompt_is_counted_that_the_prefill_worker_had_cached(mesh: VllmMesh) -> None:
+    tokens = prompt(10 * BLOCK + 5, first=4700)
+    prefilled(mesh, tokens)
+    _, trace = answer(mesh, tokens, kvmesh={"trace": True, "disaggregate": True})
+    assert trace["cached_tokens"] == 10 * BLOCK
+    assert trace["kv_bytes_pulled"] == 11 * BLOCK * BYTES_PER_TOKEN
+
+
+def test_a_seed_draws_the_same_answer_with_and_without_a_prefill_worker(mesh: VllmMesh) -> None:
+    sampled = {"temperature": 1.0, "seed": 11}
+    tokens = prompt(200, first=3)
+    assert answer(mesh, tokens, **sampled)[0] == alone(mesh, tokens, **sampled)
+
+
+def test_the_prefill_worker_gives_the_logprobs_of_a_prompt(mesh: VllmMesh) -> None:
+    tokens = prompt(200, 901)
+    told = []
+    for disaggregate in (True, False):
+        fields = {"echo": True, "logprobs": 1, "kvmesh": {"trace": True, "disaggregate": disaggregate}}
+        reply = mesh.complete(tokens, max_tokens=4, ignore_eos=True, **fields)
+        assert (reply["kvmesh"]["prefill_worker"] is not None) == disaggregate
+        told.append(reply["choices"][0]["logprobs"])
+    apart, together = told
+    assert len(apart["tokens"]) == len(tokens) + 4
+    assert apart["token_logprobs"][0] is None
+    assert apart["token_logprobs"][1:] == pytest.approx(together["token_logprobs"][1:], abs=1e-3)
+
+
+def test_idle_workers_leave_the_cores_alone(mesh: VllmMesh) -> None:
+    assert idle_cores([*mesh.tree("prefill-0"), *mesh.tree("decode-0")]) < 0.6
+
+
+# --- what if the prefill worker dies; the last tests take workers away ------------------------------------------
 
 
 def test_a_guide_holds_across_the_two_workers(mesh: VllmMesh) -> None:
@@ -202,17 +240,3 @@ def test_a_worker_that_is_killed_leaves_none_of_vllms_processes_behind(mesh: Vll
     processes[0].kill()
     mesh.started["decode-0"].wait(10)
     assert psutil.wait_procs(processes, 20)[1] == []
-
-
-def test_the_prefill_worker_gives_the_logprobs_of_a_prompt(mesh: VllmMesh) -> None:
-    tokens = prompt(200, 901)
-    told = []
-    for disaggregate in (True, False):
-        fields = {"echo": True, "logprobs": 1, "kvmesh": {"trace": True, "disaggregate": disaggregate}}
-        reply = mesh.complete(tokens, max_tokens=4, ignore_eos=True, **fields)
-        assert (reply["kvmesh"]["prefill_worker"] is not None) == disaggregate
-        told.append(reply["choices"][0]["logprobs"])
-    apart, together = told
-    assert len(apart["tokens"]) == len(tokens) + 4
-    assert apart["token_logprobs"][0] is None
-    assert apart["token_logprobs"][1:] == pytest.approx(together["token_logprobs"][1:], abs=1e-3)

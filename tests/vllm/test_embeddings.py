@@ -31,7 +31,7 @@ async def test_a_model_that_pools_gives_vectors_of_length_one(monkeypatch: pytes
         assert np.linalg.norm(vectors[0]) == pytest.approx(1.0, abs=1e-3)
         assert np.allclose(vectors[0], vectors[2], atol=1e-5)
         assert not np.allclose(vectors[0], vectors[1], atol=1e-3)
-        with pytest.raises(InvalidRequestError, match="a completion"):
+        with pytest.raises(InvalidRequestError, match="no completions"):
             await anext(engine.generate(GenerateRequest(request_id=RequestId("g"), model="tiny", prompt=prompts[0])))
     finally:
         await engine.stop()

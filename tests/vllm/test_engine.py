@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
 from protocol.events import Cleared, KvEvent, Removed, Stored
-from protocol.hashing import sequence_hashes
+from protocol.hashing import hash_seed, sequence_hashes
 from protocol.ids import WorkerId
 from protocol.messages import (
     Control,
@@ -99,7 +99,7 @@ def write_adapter(folder: Path, seed: int) -> str:
         at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
         weights[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
         weights[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=generator)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file(weights, str(folder / "adapter_model.safetensors"))
     described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 16, "bias": "none"}
     described |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": str(CHECKPOINT_DIR)}
@@ -299,6 +299,28 @@ async def test_adapters_can_be_taken_away_and_bad_ones_do_no_harm(worker: Worker
         await worker.control(ControlAction.LOAD_LORA, name="bad", path="/nowhere")
     worker.engine.check_health()
     assert await worker.control(ControlAction.LIST_LORAS) == ("poet",)
+
+
+async def test_an_adapter_loaded_again_with_other_weights_reuses_no_kv(worker: Worker, tmp_path: Path) -> None:
+    """Public reports of vLLM: 42125 and 45981. The same folder and name hold other weights at the second load."""
+    prompt, answers = prompt_tokens(100, 5), []
+    names = sequence_hashes(prompt[:96], BLOCK, hash_seed("muse"))
+    for seed in (3, 4):
+        await worker.control(ControlAction.LOAD_LORA, name="muse", path=write_adapter(tmp_path / "muse", seed))
+        assert not worker.held & {*names}, "no block of the old weights is announced"
+        first = await worker.run(prompt, lora="muse")
+        again = await worker.run(prompt, lora="muse")
+        assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 96)
+        assert tokens_of(first) == tokens_of(again)
+        await worker.settled()
+        assert worker.held >= {*names}
+        answers.append(tokens_of(first))
+        await worker.control(ControlAction.UNLOAD_LORA, name="muse")
+    await worker.control(ControlAction.LOAD_LORA, name="fresh", path=write_adapter(tmp_path / "fresh", 4))
+    fresh = await worker.run(prompt, lora="fresh")
+    assert (fresh[0].cached_tokens, tokens_of(fresh)) == (0, answers[1])
+    assert answers[0] != answers[1]
+    await worker.control(ControlAction.UNLOAD_LORA, name="fresh")
 
 
 async def test_the_death_of_its_engine_process_is_noticed(worker: Worker) -> None:

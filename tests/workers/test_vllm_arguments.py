@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from protocol.errors import ConfigError
-from workers.__main__ import with_engine_args
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, with_engine_args
 from workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
 from workers.engines.vllm.transfer import TRANSFER
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import sequence_hashes
+from protocol.hashing import hash_seed, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import (
     Control,
@@ -31,6 +31,7 @@ from tests.support.fake_vllm import BLOCK, FakeVllm, token_after
 from tests.support.patience import PATIENCE_S
 from workers.config import WorkerConfig
 from workers.engine import Controllable, EngineInfo
+from workers.engines.vllm.driver import LoadedAdapter
 from workers.engines.vllm.engine import VllmEngine
 
 PROMPT = list(range(100, 170))
@@ -303,36 +304,125 @@ async def test_a_worker_that_sleeps_takes_no_request_until_it_wakes(start: Start
     assert running.vllm.calls == ["sleep 2", "wake"]
 
 
-async def test_adapters_come_and_go(start: Start) -> None:
-    running = await start()
-    reply = await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/poet"))
+def write_adapter(folder: Path, weights: bytes = b"weights") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+async def load(running: Running, path: str) -> LoadedAdapter:
+    """Load the adapter as `poet`; return what vLLM is asked with."""
+    reply = await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path=path))
     assert reply.loras == ("poet",)
     await run(running.engine, ask(lora="poet"))
     adapter = running.vllm.adapters[-1]
     assert adapter is not None
-    assert (adapter.name, adapter.path) == ("poet", "/poet")
+    return adapter
+
+
+async def unload(running: Running) -> None:
     assert (await running.engine.control(control(ControlAction.UNLOAD_LORA, name="poet"))).loras == ()
+
+
+async def test_adapters_come_and_go(start: Start, tmp_path: Path) -> None:
+    running = await start()
+    adapter = await load(running, write_adapter(tmp_path / "poet"))
+    assert adapter.name.startswith("poet@")
+    assert adapter.path == str(tmp_path / "poet")
+    await unload(running)
+    assert running.vllm.calls == [f"remove {adapter.number}"]
     with pytest.raises(InvalidRequestError, match="no adapter 'poet'"):
         await run(running.engine, ask(lora="poet"))
 
 
-async def test_an_adapter_that_cannot_be_loaded_is_never_asked_for(start: Start) -> None:
+async def test_an_adapter_that_cannot_be_loaded_is_never_asked_for(start: Start, tmp_path: Path) -> None:
     running = await start()
-    running.vllm.unloadable = "/nope"
-    with pytest.raises(InvalidRequestError, match="no adapter there"):
-        await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/nope"))
+    running.vllm.unloadable = write_adapter(tmp_path / "nope")
+    for path, message in ((running.vllm.unloadable, "no adapter there"), ("/nowhere", "cannot load adapter 'poet'")):
+        with pytest.raises(InvalidRequestError, match=message):
+            await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path=path))
     with pytest.raises(InvalidRequestError, match="no adapter 'poet'"):
         await run(running.engine, ask(lora="poet"))
 
 
-async def test_an_adapters_name_is_not_given_to_another(start: Start) -> None:
+async def test_vllm_knows_an_adapter_by_its_content(start: Start, tmp_path: Path) -> None:
+    """Other weights in the same folder and under the same name are another adapter; the same weights are the same."""
+    running, folder = await start(), tmp_path / "poet"
+    adapters = []
+    for weights in (b"old", b"new", b"old"):
+        adapters.append(await load(running, write_adapter(folder, weights)))
+        await unload(running)
+    old, new, again = adapters
+    assert old.name == again.name != new.name
+    assert len({adapter.number for adapter in adapters}) == 3, "vLLM reads the files again"
+
+
+async def test_blocks_of_an_adapters_old_weights_are_not_announced(start: Start, tmp_path: Path) -> None:
+    running, folder = await start(), tmp_path / "poet"
+    [name] = sequence_hashes(PROMPT[:BLOCK], BLOCK, hash_seed("poet"))
+
+    def stored(adapter: LoadedAdapter, key: int) -> Stored:
+        return Stored((EngineHash(key),), None, tuple(PROMPT[:BLOCK]), BLOCK, lora=adapter.name)
+
+    old = await load(running, write_adapter(folder, b"old"))
+    running.vllm.tell(stored(old, 1))
+    announced = Stored((EngineHash(name),), None, tuple(PROMPT[:BLOCK]), BLOCK, lora="poet")
+    await until(lambda: running.events == [announced])
+    await unload(running)
+    new = await load(running, write_adapter(folder, b"new"))
+    assert running.events[1:] == [Removed((EngineHash(name),))]
+    assert running.engine.kv_snapshot() == []
+    running.vllm.tell(stored(old, 2))  # late
+    running.vllm.tell(stored(new, 3))
+    await until(lambda: running.events[-1] == announced)
+    assert [event for event in running.engine.kv_snapshot() if isinstance(event, Stored) and event.lora == "poet"] == [
+        announced
+    ]
+
+
+async def test_an_answer_keeps_its_adapter_until_it_ends(start: Start, tmp_path: Path) -> None:
     running = await start()
-    await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/poet"))
-    await running.engine.control(control(ControlAction.UNLOAD_LORA, name="poet"))
-    with pytest.raises(InvalidRequestError, match="another adapter before"):
-        await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/other"))
-    reply = await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/poet"))
-    assert reply.loras == ("poet",)
+    adapter = await load(running, write_adapter(tmp_path / "poet"))
+    async with aclosing(running.engine.generate(ask(6, lora="poet"))) as deltas:
+        await anext(deltas)
+        await unload(running)
+        assert running.vllm.calls == []
+        with pytest.raises(InvalidRequestError, match="no adapter 'poet'"):
+            await run(running.engine, ask(lora="poet"))
+    await until(lambda: running.vllm.calls == [f"remove {adapter.number}"])
+
+
+async def test_vllm_reads_no_adapter_again_whose_files_have_changed(start: Start, tmp_path: Path) -> None:
+    running, folder = await start(), tmp_path / "poet"
+    await load(running, write_adapter(folder, b"old"))
+    write_adapter(folder, b"new")
+    await run(running.engine, ask(lora="poet"))
+    running.vllm.facts = replace(running.vllm.facts, kept_adapters=0)
+    with pytest.raises(InvalidRequestError, match="have changed since it was loaded"):
+        await run(running.engine, ask(lora="poet"))
+
+
+async def test_no_kv_is_pulled_for_an_adapter_with_other_weights(start: Start, tmp_path: Path) -> None:
+    prefill, decode = await start(role="prefill"), await start(role="decode")
+    await load(prefill, write_adapter(tmp_path / "poet", b"old"))
+    await load(decode, write_adapter(tmp_path / "poet", b"new"))
+    [first] = await run(prefill.engine, ask(6, offer_kv=True, lora="poet"))
+    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=first.ticket, lora="poet"))
+    assert deltas[0].pull is not None
+    assert "this worker has 'poet@" in deltas[0].pull.error
+    assert decode.vllm.asked[-1].kv is None
+
+
+async def test_thousands_of_loads_leave_nothing_behind(start: Start, tmp_path: Path) -> None:
+    running, folder = await start(), tmp_path / "poet"
+    write_adapter(folder)
+    adapters = running.engine._loaded
+    for number in range(2000):
+        (folder / "adapter_model.safetensors").write_bytes(b"%d" % number)
+        await adapters.load("poet", str(folder))
+        await adapters.unload("poet")
+    assert not (adapters._served or adapters._requests or adapters._unloaded or adapters._removals)
+    assert len(running.engine._caches[0]._cache._served) == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

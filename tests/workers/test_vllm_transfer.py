@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import ConfigError
 from workers.config import WorkerConfig
 from workers.engines.opening import open_engine
-from workers.engines.vllm.transfer import check_can_run, hands_over, transfer_config
+from workers.engines.vllm.transfer import check_can_run, hands_over, keeps_kv, transfer_config
 
 GIB = 1 << 30
 
@@ -53,10 +53,37 @@ def test_none_is_what_an_aggregated_worker_has_anyway() -> None:
     assert told() is None
 
 
+def test_lmcaches_server_is_told_where_it_is_and_what_the_weights_are() -> None:
+    config = msgspec.convert({"model_path": "/m", "lmcache_server": "10.0.0.7:6000"}, WorkerConfig)
+    own = '{"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": {"lmcache.mp.port": 7000}}'
+    for named, given, port in (("lmcache-mp", None, 6000), ("", own, 7000)):
+        found = transfer_config(msgspec.structs.replace(config, kv_connector=named), given, "abc")
+        assert found == {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "workers.engines.vllm.lmcache",
+            "kv_connector_extra_config": {
+                "kvmesh.weights": "abc",
+                "lmcache.mp.host": "tcp://10.0.0.7",
+                "lmcache.mp.port": port,
+            },
+        }
+
+
+def test_only_kv_that_outlives_the_worker_needs_a_hash_of_the_weights() -> None:
+    def keeps(**settings: str) -> bool:
+        return keeps_kv(msgspec.convert({"model_path": "/m", **settings}, WorkerConfig))
+
+    assert keeps(kv_connector="nixl,lmcache-mp")
+    assert keeps(engine_args='--kv-transfer-config \'{"kv_connector": "LMCacheMPConnector"}\'')
+    assert not keeps(kv_connector="nixl")
+    assert not keeps()
+
+
 @pytest.mark.parametrize(
     ("kv_connector", "settings", "message"),
     [
-        ("nixl,mooncake", {}, "has 'mooncake'.*nixl, offloading, lmcache.*or none"),
+        ("nixl,mooncake", {}, "has 'mooncake'.*nixl, offloading, lmcache, lmcache-mp.*or none"),
         ("nixl,", {}, "has ''"),
         ("nixl,nixl", {}, "name each connector once"),
         ("none,offloading", {}, "contradicts itself"),
@@ -85,6 +112,19 @@ def test_an_unusable_connector_is_refused_before_vllm_starts() -> None:
         check_can_run(chain, on_cpu=True, has_module=lambda name: True)
     lmcache = told("lmcache")
     assert lmcache is not None
-    check_can_run(lmcache, on_cpu=True, has_module=lambda name: name == "lmcache")
+    check_can_run(lmcache, on_cpu=False, has_module=lambda name: name == "lmcache")
     with pytest.raises(ConfigError, match="pip install lmcache"):
-        check_can_run(lmcache, on_cpu=True, has_module=lambda name: False)
+        check_can_run(lmcache, on_cpu=False, has_module=lambda name: False)
+    with pytest.raises(ConfigError, match="an adapter would get the KV of another one"):
+        check_can_run(lmcache, on_cpu=False, has_module=lambda name: True, has_adapters=True)
+
+
+def test_on_a_cpu_lmcache_has_to_be_its_server() -> None:
+    """In the worker's process it finds no connector there, and every prompt would wait for 3 s."""
+    chain = told("nixl,lmcache")
+    assert chain is not None
+    with pytest.raises(ConfigError, match=r"computes on the CPU.*--kv-connector lmcache-mp"):
+        check_can_run(chain, on_cpu=True, has_module=lambda name: True)
+    server = told("nixl,lmcache-mp")
+    assert server is not None
+    check_can_run(server, on_cpu=True, has_module=lambda name: name == "lmcache")

@@ -237,6 +237,28 @@ def text(tokens: Sequence[int], **fields: Any) -> EmbedRequest:
     return EmbedRequest(request_id=RequestId(f"e{next(numbers)}"), model="tiny", prompt=pack_tokens(tokens), **fields)
 
 
+@pytest.mark.parametrize(("told", "max_tokens"), [(48, 8), (None, 8), (48, 1), (0, 8)])
+async def test_the_cached_tokens_of_a_servers_usage_come_with_the_last_delta(
+    attach: Attach, told: int | None, max_tokens: int
+) -> None:
+    server = VllmServer()
+    engine = await attach(server)
+    server.knobs.cached_tokens = told
+    deltas = await run(engine, ask(prompt_of(60), max_tokens))
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert deltas[-1].cached_tokens == told
+    assert all(delta.cached_tokens in (None, 0) for delta in deltas[:-1])
+
+
+async def test_without_them_the_first_delta_tells_what_the_kv_events_say(attach: Attach) -> None:
+    engine = await attach(VllmServer())
+    prompt = prompt_of(3 * BLOCK)
+    assert (await run(engine, ask(prompt)))[0].cached_tokens == 0
+    await until(lambda: engine.kv_digest().blocks >= 3)
+    assert (await run(engine, ask(prompt)))[0].cached_tokens == 2 * BLOCK, "the last token is always computed"
+    assert (await run(engine, ask(prompt, cache_salt="other")))[0].cached_tokens == 0
+
+
 async def test_an_embedding_server_is_asked_for_vectors_only(attach: Attach) -> None:
     server = EmbeddingServer()
     engine = await attach(server)
@@ -246,7 +268,7 @@ async def test_an_embedding_server_is_asked_for_vectors_only(attach: Attach) -> 
     vector = np.array(vector_of([5, 6, 7]))
     assert told == pytest.approx(vector / np.linalg.norm(vector), abs=1e-6)
     assert (server.knobs.bodies[-1]["input"], server.knobs.bodies[-1]["cache_salt"]) == ([5, 6, 7], "a")
-    with pytest.raises(InvalidRequestError, match="a completion"):
+    with pytest.raises(InvalidRequestError, match="no completions"):
         await run(engine, ask([5]))
 
 

@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 
 from protocol.errors import ConfigError, EngineError, InvalidRequestError, WireError
+from protocol.events import Stored
+from protocol.hashing import hash_seed, sequence_hashes
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import (
     Control,
@@ -245,6 +247,23 @@ async def test_adapters_come_and_go_and_are_served_by_name(make: Make) -> None:
         async with aclosing(engine.generate(ask(lora="poet"))) as deltas:
             await anext(deltas)
     assert (await told(engine, ControlAction.LIST_LORAS)).detail == "cook"
+
+
+async def test_an_adapter_loaded_again_reuses_no_kv_and_claims_none(make: Make) -> None:
+    """SGLang keys its cache by an adapter's name here; the files behind the name may have changed."""
+    engine = await make(loras="poet=/adapters/poet")
+    names = sequence_hashes(range(10, 74), 16, hash_seed("poet"))
+    for _ in range(2):
+        first = [delta async for delta in engine.generate(ask(64, lora="poet"))]
+        assert first[0].cached_tokens == 0
+        await until(lambda: names[0] in announced(engine))
+        await told(engine, ControlAction.UNLOAD_LORA, name="poet")
+        await told(engine, ControlAction.LOAD_LORA, name="poet", path="/adapters/poet")
+        assert not announced(engine) & {*names}
+
+
+def announced(engine: SglangEngine) -> set[int]:
+    return {name for event in engine.kv_snapshot() if isinstance(event, Stored) for name in event.hashes}
 
 
 @pytest.mark.parametrize(

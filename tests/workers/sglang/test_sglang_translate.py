@@ -68,8 +68,8 @@ def test_the_chosen_tokens_logprob_is_asked_for_without_others() -> None:
 
 
 def test_adapter_salt_and_bootstrap_go_along() -> None:
-    asked = kwargs(request(lora="poet", cache_salt="a"), bootstrap=BOOTSTRAP)
-    assert (asked["lora_path"], asked["cache_salt"]) == ("poet", "a")
+    asked = kwargs(request(lora="poet", cache_salt="a"), adapter="poet@1", bootstrap=BOOTSTRAP)
+    assert (asked["lora_path"], asked["cache_salt"]) == ("poet@1", "a")
     assert (asked["bootstrap_host"], asked["bootstrap_port"], asked["bootstrap_room"]) == ("10.0.0.7", 8998, 42)
 
 

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 
+import msgspec
+
 from protocol.errors import EngineError, MeshError, PeerLostError, WireError
 from protocol.messages import Delta, GenerateRequest
 from workers.engines.attached.http import ServerHttp
@@ -52,14 +54,22 @@ class Completions:
     async def deltas(self, body: Body, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """Yield one delta for the events that came together, until the finish reason.
 
+        The last delta has the number of cached tokens, where the server reports it in its usage.
         Raise what a stream carries as an error, PeerLostError for a stream that ends without a finish reason.
         """
         async with aclosing(self._http.events(COMPLETIONS, body)) as pieces:
             while (piece := await self._waits.next(pieces)) is not None:
                 delta, failure = read_events(piece, request.sampling.top_logprobs, self._tokenize)
                 if delta is not None:
-                    yield delta
-                    if delta.finish_reason is not None:
+                    if delta.finish_reason is None:
+                        yield delta
+                    else:
+                        if request.ticket is None:  # else the prefill server's count is the one to report
+                            cached = cached_tokens_of(piece)
+                            if cached is None and "stream_options" in body:
+                                cached = await later_cached_tokens(pieces)
+                            delta = msgspec.structs.replace(delta, cached_tokens=cached)
+                        yield delta
                         await read_to_end(pieces)
                         return
                 if failure is not None:
@@ -84,6 +94,25 @@ def read_events(
         if delta is not None:
             deltas.append(delta)
     return merged(deltas), failure
+
+
+async def later_cached_tokens(pieces: AsyncIterator[list[bytes]]) -> int | None:
+    """Read what follows an answer, until its usage or its end; return the cached tokens of the prompt if told."""
+    with suppress(TimeoutError, MeshError):
+        async with asyncio.timeout(LINGER_S):
+            async for events in pieces:
+                if (cached := cached_tokens_of(events)) is not None or _DONE in events:
+                    return cached
+    return None
+
+
+def cached_tokens_of(events: Sequence[bytes]) -> int | None:
+    """Return what a usage among `events` says of the prompt's cached tokens. Events that cannot be read say nothing."""
+    for data in reversed(events):
+        with suppress(WireError):
+            if data != _DONE and (cached := read_answer(data).cached_tokens) is not None:
+                return cached
+    return None
 
 
 async def read_to_end(pieces: AsyncIterator[list[bytes]]) -> None:

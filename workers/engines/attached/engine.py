@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from urllib.parse import urlsplit
 
+import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from protocol.errors import EngineError, MeshError
 from protocol.events import Digest, KvEvent
+from protocol.hashing import hash_seed, token_bytes
 from protocol.ids import WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, FinishReason, GenerateRequest, unpack_tokens
 from workers.checks import check_embedding, check_generation, check_prompt
@@ -100,9 +102,13 @@ class AttachedEngine:
         if left <= 0:
             yield Delta(finish_reason=FinishReason.LENGTH)
             return
+        held_tokens = self._held_tokens(request)
         with self._life.counted(), as_engine_errors():
             async with aclosing(self._answer(request, left)) as deltas:
                 async for delta in deltas:
+                    if held_tokens is not None and delta.cached_tokens is None:
+                        delta = msgspec.structs.replace(delta, cached_tokens=held_tokens)
+                    held_tokens = None
                     yield delta
 
     async def embed(self, request: EmbedRequest) -> Embedding:
@@ -169,6 +175,16 @@ class AttachedEngine:
         if request.offer_kv:
             return self._handover.prefill(request)
         return self._handover.answer(self._completions.body(request, max_tokens=max_tokens), request)
+
+    def _held_tokens(self, request: GenerateRequest) -> int | None:
+        """Return how much of the prompt the server's KV events say it has; None where none are followed.
+
+        It counts until the server itself reports its cached tokens, which most do only on a flag.
+        """
+        if self._follower is None:
+            return None
+        tokens = request.prompt + token_bytes(request.generated)
+        return self._cache.held_tokens(tokens[:-TOKEN_BYTES], hash_seed(request.lora, request.cache_salt))
 
     def _open_handover(self, info: EngineInfo) -> Handover:
         server, url = self._server, self._config.attach_url

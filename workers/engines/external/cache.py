@@ -13,7 +13,7 @@ from kvcache.mirror import CacheMirror
 from kvevents.formats import decode_payload
 from protocol.errors import WireError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term
+from protocol.hashing import digest_term, sequence_hashes
 from protocol.ids import EngineHash, SequenceHash, WorkerId
 from protocol.tiers import Tier, tier_of
 
@@ -30,7 +30,9 @@ class EngineCache:
 
     def __init__(self, block_size: int, num_ranks: int = 1) -> None:
         self.listeners: list[Listener] = []
+        self._block_size = block_size
         self._mirrors = [CacheMirror(block_size) for _ in range(num_ranks)]
+        self._served: dict[str, str] = {}  # the name of adapters for clients, by the engine's name
         self._copies: Counter[tuple[EngineHash, Tier]] = Counter()  # ranks that hold it
         self._on_device = 0  # of those in _copies
         self._digest = 0  # sum of the terms of all in _copies
@@ -39,7 +41,23 @@ class EngineCache:
         """Apply the events of rank `rank`. Raises WireError for blocks of another size."""
         if not 0 <= rank < len(self._mirrors):
             raise WireError(f"events of rank {rank}, the engine has {len(self._mirrors)}", hint="check --dp-size")
-        self._tell(self._merged(rank, self._mirrors[rank].apply(events)))
+        self._tell(self._merged(rank, self._mirrors[rank].apply(map(self._as_served, events))))
+
+    def serve_adapter(self, name: str, engine_name: str) -> None:
+        """Announce blocks of the engine's adapter `engine_name` under `name`, and no others under that name."""
+        if self._served.get(engine_name) == name:
+            return
+        self._served = {engines: clients for engines, clients in self._served.items() if clients != name}
+        self._served[engine_name] = name
+        for rank, mirror in enumerate(self._mirrors):
+            self._tell(self._merged(rank, mirror.forget_adapter(name)))
+
+    def _as_served(self, event: KvEvent) -> KvEvent:
+        """Return the event with the adapter's name for clients. Late news of an earlier adapter gets no such name."""
+        if not isinstance(event, Stored) or event.lora is None or not self._served:
+            return event
+        name = self._served.get(event.lora, event.lora)
+        return replace(event, lora=f"{name}@unloaded" if name == event.lora in self._served.values() else name)
 
     def clear(self, rank: int) -> None:
         """Forget what that rank holds: it is no longer known."""
@@ -54,6 +72,15 @@ class EngineCache:
             events += _runs(event, lambda name, tier=tier: (name, tier) not in told)  # type: ignore[misc]
             told.update((name, tier) for name in event.hashes)
         return events
+
+    def held_tokens(self, tokens: bytes, seed: int) -> int:
+        """Return how many leading tokens are cached, in whole blocks. `tokens`: packed as by protocol.hashing."""
+        held = 0
+        for name in sequence_hashes(tokens, self._block_size, seed):
+            if not any((EngineHash(name), tier) in self._copies for tier in Tier):
+                break
+            held += self._block_size
+        return held
 
     @property
     def digest_now(self) -> Digest:
@@ -147,6 +174,15 @@ class RankCache:
         self._cache = EngineCache(block_size)
         self._cache.listeners = self._listeners
         return self._cache
+
+    def serve_adapter(self, name: str, engine_name: str) -> None:
+        """Announce blocks of the engine's adapter `engine_name` under `name`, and no others under that name."""
+        if self._cache is not None:
+            self._cache.serve_adapter(name, engine_name)
+
+    def held_tokens(self, tokens: bytes, seed: int) -> int:
+        """Return how many leading tokens are cached, in whole blocks. `tokens`: packed as by protocol.hashing."""
+        return 0 if self._cache is None else self._cache.held_tokens(tokens, seed)
 
     @property
     def num_blocks(self) -> int:

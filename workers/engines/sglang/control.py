@@ -1,5 +1,6 @@
 """Carry out what operators ask of a running SGLang engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,13 @@ from workers.engines.sglang.runtime import Runtime, TokenizerManager
 @dataclass(frozen=True, slots=True)
 class ControlOutcome:
     detail: str
-    loras: tuple[str, ...]  # that are served now
+    loras: Mapping[str, str]  # the adapters that are served now: SGLang's name of each
 
 
 async def carry_out(
-    request: Control, runtime: Runtime, manager: TokenizerManager, loras: tuple[str, ...]
+    request: Control, runtime: Runtime, manager: TokenizerManager, loras: Mapping[str, str], number: int
 ) -> ControlOutcome:
-    """Do what was asked. `loras`: the adapters that are served.
+    """Do what was asked. `loras`: SGLang's name of each adapter that is served. `number` is new for each call.
 
     Raise InvalidRequestError for what SGLang does not do, with what it says.
     """
@@ -34,15 +35,17 @@ async def carry_out(
             name, path = argument(request, "name"), argument(request, "path")
             if name in loras:
                 raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
-            loaded = await runtime.async_load_lora_adapter(lora_name=name, lora_path=path)
+            engine_name = f"{name}@{number}"  # unique to one loading: KV of earlier weights has another name
+            loaded = await runtime.async_load_lora_adapter(lora_name=engine_name, lora_path=path)
             _check(loaded, f"did not load adapter {name!r}", "start it with -- --enable-lora --max-lora-rank ...")
-            return ControlOutcome(f"adapter {name!r} is served", (*loras, name))
+            return ControlOutcome(f"adapter {name!r} is served", {**loras, name: engine_name})
         case ControlAction.UNLOAD_LORA:
             name = argument(request, "name")
             if name not in loras:
                 raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
-            _check(await runtime.async_unload_lora_adapter(lora_name=name), f"did not unload adapter {name!r}", "")
-            return ControlOutcome(f"adapter {name!r} is gone", tuple(other for other in loras if other != name))
+            unloaded = await runtime.async_unload_lora_adapter(lora_name=loras[name])
+            _check(unloaded, f"did not unload adapter {name!r}", "")
+            return ControlOutcome(f"adapter {name!r} is gone", {key: loras[key] for key in loras if key != name})
         case ControlAction.LIST_LORAS:
             return ControlOutcome(", ".join(loras) or "no adapters", loras)
         case _:

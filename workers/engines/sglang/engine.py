@@ -11,7 +11,7 @@ import itertools
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,8 @@ class SglangEngine:
         self._served_name = served_name
         self._model_path = str(Path(config.model_path).resolve())
         self._load = load
-        self._loras = adapter_names(config)
+        self._loras: Mapping[str, str] = {name: name for name in adapter_names(config)}  # SGLang's names
+        self._controls = itertools.count(1)
         self._bootstrap_host = bootstrap_host(config) if config.role is Role.PREFILL else ""
         self._cleanup = ExitStack()
         self._launch: Launch[Runtime] | None = None
@@ -184,9 +185,13 @@ class SglangEngine:
     async def control(self, request: Control) -> ControlReply:
         """Implements workers.engine.Controllable."""
         info, runtime, manager = self._ready()
-        done = await carry_out(request, runtime, manager, info.loras)
-        self._life.info = dataclasses.replace(info, loras=done.loras)
-        return ControlReply(detail=done.detail, loras=done.loras)
+        done = await carry_out(request, runtime, manager, self._loras, next(self._controls))
+        for name, engine_name in done.loras.items():
+            if self._loras.get(name) != engine_name:
+                self._cache.serve_adapter(name, engine_name)
+        self._loras, loras = done.loras, tuple(done.loras)
+        self._life.info = dataclasses.replace(info, loras=loras)
+        return ControlReply(detail=done.detail, loras=loras)
 
     async def stop(self) -> None:
         if not self._life.stop():
@@ -261,7 +266,7 @@ class SglangEngine:
             layout=NO_LAYOUT,
             transfer="" if self._config.role is Role.AGGREGATED else backend_name(self._flags.transfer),
             features=() if manager is None else features,
-            loras=self._loras,
+            loras=tuple(self._loras),
             serves=manager is not None,
             tells_events=manager is not None,
         )
@@ -287,6 +292,7 @@ class SglangEngine:
     def _kwargs(self, request: GenerateRequest, info: EngineInfo, bootstrap: Bootstrap | None) -> dict[str, Any]:
         return generate_kwargs(
             request,
+            adapter=None if request.lora is None else self._loras[request.lora],
             context_tokens=info.context_tokens,
             has_tokenizer=self._flags.has_tokenizer,
             bootstrap=bootstrap,

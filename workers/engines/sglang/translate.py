@@ -30,9 +30,17 @@ _MAX_PENALTY = 2.0
 
 
 def generate_kwargs(
-    request: GenerateRequest, *, context_tokens: int, has_tokenizer: bool, bootstrap: Bootstrap | None = None
+    request: GenerateRequest,
+    *,
+    context_tokens: int,
+    has_tokenizer: bool,
+    adapter: str | None = None,
+    bootstrap: Bootstrap | None = None,
 ) -> dict[str, Any]:
-    """Return all arguments but the `rid`. Raises InvalidRequestError for a parameter that SGLang would not honour."""
+    """Return all arguments but the `rid`. `adapter` is SGLang's name of the request's adapter.
+
+    Raises InvalidRequestError for a parameter that SGLang would not honour.
+    """
     prompt = unpack_tokens(request.prompt)
     check_prompt(len(prompt), len(request.generated), context_tokens)
     kwargs: dict[str, Any] = {
@@ -46,8 +54,8 @@ def generate_kwargs(
             "logprob_start_len": -1,
             "top_logprobs_num": request.sampling.top_logprobs,
         }
-    if request.lora is not None:
-        kwargs["lora_path"] = request.lora
+    if adapter is not None:
+        kwargs["lora_path"] = adapter
     if request.cache_salt is not None:
         kwargs["cache_salt"] = request.cache_salt
     return kwargs if bootstrap is None else kwargs | bootstrap.kwargs

@@ -59,6 +59,7 @@ class Surroundings:
 
     side_channel_port: int  # the first of as many free ones as there are ranks, for NIXL's handshakes
     num_cpus: int  # that this process may use
+    weights: str = ""  # names the content of the model's weights; "": not needed
     events: str = ""  # ZMQ endpoints on which a vLLM of one rank tells its KV events and replays them
     replay: str = ""
 
@@ -91,7 +92,7 @@ def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], sur
     _check_torch_settings(config)
     _check_hosts_flags(config, names)
     own_transfer, given = _given_transfer_config(given)
-    transfer = transfer_config(config, own_transfer)
+    transfer = transfer_config(config, own_transfer, surroundings.weights)
     flags = ["--model", config.model_path, "--served-model-name", name, *given]
     if config.dtype != "auto":
         flags += ["--dtype", config.dtype]
@@ -255,6 +256,7 @@ def _environ(config: WorkerConfig, names: Mapping[str, str], surroundings: Surro
     environ = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        "LMCACHE_TRACK_USAGE": "false",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host,

@@ -39,6 +39,7 @@ class VllmFacts:
     tasks: frozenset[str]
     guesses: bool = False  # speculative decoding is on
     kv_settings: str = ""  # what changes KV beside the files: dtypes, quantisation, overrides of the configuration
+    kept_adapters: int = 0  # beyond them vLLM reads adapters again from their folders
 
 
 @dataclass(slots=True)
@@ -52,8 +53,8 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    name: str
-    number: int  # >= 1, unique to it
+    name: str  # for vLLM: unique to its content
+    number: int  # >= 1, unique to one loading
     path: str
 
 
@@ -159,7 +160,12 @@ def _check_connectors(args: Any) -> None:
 
     if (told := args.kv_transfer_config) is not None:
         found = {"kv_connector": told.kv_connector, "kv_connector_extra_config": told.kv_connector_extra_config}
-        check_can_run(found, on_cpu=current_platform.is_cpu(), has_module=lambda name: find_spec(name) is not None)
+        check_can_run(
+            found,
+            on_cpu=current_platform.is_cpu(),
+            has_module=lambda name: find_spec(name) is not None,
+            has_adapters=bool(args.enable_lora),
+        )
 
 
 def _prefer_one_process(args: Any) -> None:
@@ -185,6 +191,7 @@ class _VllmDriver:
         self.loads: Sequence[RankLoad] = [RankLoad() for _ in range(config.parallel_config.data_parallel_size)]
         with _guarded() as self._guard:
             self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.loads)])
+        self._pulls = PullCounts(self._llm.output_processor)
 
     async def prepare(self) -> None:
         tasks = frozenset(await self._llm.get_supported_tasks())
@@ -201,18 +208,18 @@ class _VllmDriver:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = _sampling(question)
-        prompt = _prompt(question.prompt, salt)
-        outputs = self._llm.generate(
-            prompt,
-            params,
-            request_id,
-            lora_request=_lora(adapter),
-            data_parallel_rank=rank if len(self.loads) > 1 else None,
-        )
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield _step(output)
+            outputs = self._llm.generate(
+                self._rendered(question.prompt, salt),
+                params,
+                request_id,
+                lora_request=_lora(adapter),
+                data_parallel_rank=rank if len(self.loads) > 1 else None,
+            )
+            with self._pulls.counted(request_id) as pulled:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield _step(output, pulled.tokens)
         except EngineDeadError as error:
             raise EngineError("vLLM's engine process died", hint="see the worker's log") from error
         except EngineGenerateError as error:
@@ -230,9 +237,10 @@ class _VllmDriver:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = PoolingParams(task="embed")
-        outputs = self._llm.encode(_prompt(list(prompt), salt), params, request_id, lora_request=_lora(adapter))
         vector = b""
         try:
+            rendered = self._rendered(list(prompt), salt)
+            outputs = self._llm.encode(rendered, params, request_id, lora_request=_lora(adapter))
             async with aclosing(outputs):
                 async for output in outputs:
                     vector = output.outputs.data.float().cpu().numpy().astype("<f4").tobytes()
@@ -241,6 +249,14 @@ class _VllmDriver:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
         return vector
+
+    def _rendered(self, tokens: list[int], salt: str | None) -> Any:
+        """Return a prompt of token ids in the form that vLLM's engine takes. Raises vLLM's own errors."""
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=tokens, **({"cache_salt": salt} if salt else {}))
+        [rendered] = self._llm.renderer.render_cmpl([prompt])
+        return rendered
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._llm.reset_prefix_cache())
@@ -277,6 +293,48 @@ class _VllmDriver:
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
             await asyncio.to_thread(self._guard.close)
+
+
+@dataclass(slots=True)
+class Pulled:
+    """Count the tokens of one prompt that came from another worker."""
+
+    tokens: int | None = None  # None: vLLM has not reported it yet
+
+
+class PullCounts:
+    """Reads from vLLM's internal outputs how many tokens of each prompt were pulled.
+
+    A RequestOutput does not tell: on a decode leg its `num_cached_tokens` is the count of the prefill worker.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        """Follow `processor`, the OutputProcessor of an AsyncLLM."""
+        self._running: dict[str, Pulled] = {}
+        process_outputs = processor.process_outputs
+
+        def counting(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            for output in outputs:
+                if output.prefill_stats is not None:
+                    self._note(processor.request_states.get(output.request_id), output.prefill_stats)
+            return process_outputs(outputs, *args, **kwargs)
+
+        processor.process_outputs = counting
+
+    @contextmanager
+    def counted(self, request_id: str) -> Iterator[Pulled]:
+        """Count for the request as long as the block runs."""
+        pulled = self._running[request_id] = Pulled()
+        try:
+            yield pulled
+        finally:
+            if self._running.get(request_id) is pulled:
+                del self._running[request_id]
+
+    def _note(self, state: Any, stats: Any) -> None:
+        pulled = None if state is None else self._running.get(state.external_req_id)
+        if pulled is not None and pulled.tokens is None:
+            pulled.tokens = stats.num_external_cached_tokens
 
 
 @contextmanager
@@ -349,6 +407,7 @@ def _facts(config: Any, tasks: frozenset[str]) -> VllmFacts:
         tasks=tasks,
         guesses=config.speculative_config is not None,
         kv_settings=_kv_settings(config),
+        kept_adapters=0 if config.lora_config is None else config.lora_config.max_cpu_loras or 0,
     )
 
 
@@ -386,12 +445,6 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _prompt(tokens: list[int], salt: str | None) -> Any:
-    from vllm.inputs import TokensPrompt
-
-    return TokensPrompt(prompt_token_ids=tokens, **({"cache_salt": salt} if salt else {}))
-
-
 def _sampling(question: VllmQuestion) -> Any:
     """Raises InvalidRequestError."""
     from vllm import SamplingParams
@@ -416,7 +469,7 @@ def _lora(adapter: LoadedAdapter | None) -> Any:
     return None if adapter is None else LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
-def _step(output: Any) -> VllmStep:
+def _step(output: Any, pulled_tokens: int | None) -> VllmStep:
     completion = output.outputs[0]
     return VllmStep(
         token_ids=completion.token_ids,
@@ -424,6 +477,7 @@ def _step(output: Any) -> VllmStep:
         stop_reason=completion.stop_reason,
         logprobs=completion.logprobs,
         cached_tokens=output.num_cached_tokens,
+        pulled_tokens=pulled_tokens,
         kv=output.kv_transfer_params,
         prompt_logprobs=output.prompt_logprobs or (),
     )

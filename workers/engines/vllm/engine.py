@@ -42,18 +42,20 @@ from workers.engines.external.control import argument
 from workers.engines.external.life import EngineLife
 from workers.engines.external.ports import free_ports
 from workers.engines.registry import ENGINES
+from workers.engines.vllm.adapters import Adapters
 from workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
 from workers.engines.vllm.driver import Driver, LoadedAdapter, VllmFacts, open_driver
 from workers.engines.vllm.events import EventFeed
 from workers.engines.vllm.patience import within
 from workers.engines.vllm.starting import Starting
-from workers.engines.vllm.transfer import TRANSFER
+from workers.engines.vllm.transfer import TRANSFER, keeps_kv
 from workers.engines.vllm.translate import (
     DivergedError,
     PullFailedError,
     VllmAnswer,
     VllmQuestion,
     VllmStep,
+    check_adapter,
     offering,
     pulling,
     unpulled,
@@ -61,6 +63,7 @@ from workers.engines.vllm.translate import (
     write_ticket,
 )
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
+from workers.weights_print import weights_print
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class VllmEngine:
         self._open_vllm = open_vllm
         self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-vllm-"))
         try:
-            self._adapters = {name: _read_adapter(name, path) for name, path in parse_adapters(config.loras, name)}
+            self._first_adapters = [_read_adapter(name, path) for name, path in parse_adapters(config.loras, name)]
             self._plan = self._plan_start()
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -95,8 +98,7 @@ class VllmEngine:
         self._feed: EventFeed | None = None
         self._offers: dict[int, _StandingOffer] = {}
         self._next_offer = 1
-        self._loaded: dict[str, LoadedAdapter] = {}
-        self._known_paths: dict[str, str] = {}  # of all adapters that ever were here, by name
+        self._adapters: Adapters | None = None
         self._is_asleep = False
         self._life = EngineLife()
 
@@ -113,8 +115,9 @@ class VllmEngine:
         if self._plan.tells_events:
             self._feed = EventFeed(self._caches, driver.reset_prefix_cache)
             self._feed.follow(worker_id, driver.event_endpoints())
-        for adapter in self._adapters.values():
-            await self._load_adapter(adapter.name, adapter.path)
+        adapters = self._adapters = Adapters(self._name, driver, self._caches)
+        for adapter in self._first_adapters:
+            await adapters.load(adapter.name, adapter.path)
         self._life.info = info = EngineInfo(
             model=self._name,
             model_path=self._model_path,
@@ -125,7 +128,7 @@ class VllmEngine:
             layout=NO_LAYOUT,
             transfer=self._plan.transfer,
             features=_features(facts),
-            loras=tuple(self._loaded),
+            loras=adapters.names,
             dp_size=self._config.dp_size,
             tells_events=self._plan.tells_events,
         )
@@ -165,6 +168,8 @@ class VllmEngine:
             offer.expiry.cancel()
         if self._feed is not None:
             await self._feed.close()
+        if self._adapters is not None:
+            await self._adapters.close()
         if self._starting is not None and (driver := await self._starting.end()) is not None:
             await driver.close()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
@@ -192,11 +197,19 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         check_generation(request, self._ready())
         self._check_rank(request.dp_rank)
-        answer = self._first_try(request)
+        async with self._loaded.using(request.lora) as adapter:
+            answer = self._first_try(request, adapter)
+            async with aclosing(self._answer(request, answer, adapter)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def _answer(
+        self, request: GenerateRequest, answer: VllmAnswer, adapter: LoadedAdapter | None
+    ) -> AsyncGenerator[Delta, None]:
         with self._life.counted():
             while True:
                 try:
-                    async with aclosing(self._ask(request, answer)) as deltas:
+                    async with aclosing(self._ask(request, answer, adapter)) as deltas:
                         async for delta in deltas:
                             yield delta
                     return
@@ -210,13 +223,14 @@ class VllmEngine:
 
     async def embed(self, request: EmbedRequest) -> Embedding:
         check_embedding(request, self._ready())
-        with self._life.counted():
-            vector = await self._started.embed(
-                unpack_tokens(request.prompt), request.request_id, request.cache_salt, self._adapter(request.lora)
-            )
+        async with self._loaded.using(request.lora) as adapter:
+            with self._life.counted():
+                vector = await self._started.embed(
+                    unpack_tokens(request.prompt), request.request_id, request.cache_salt, adapter
+                )
         return Embedding(vector=vector)
 
-    def _first_try(self, request: GenerateRequest) -> VllmAnswer:
+    def _first_try(self, request: GenerateRequest, adapter: LoadedAdapter | None) -> VllmAnswer:
         facts = self._facts
         if request.offer_kv:
             if not self._plan.transfer:
@@ -227,6 +241,7 @@ class VllmEngine:
         try:
             if not self._plan.transfer or request.ticket.backend != TRANSFER:
                 raise TransferError(f"a ticket of {request.ticket.backend!r}, this worker pulls by {TRANSFER!r}")
+            check_adapter(request.ticket, adapter.name if adapter else "")
             question = pulling(request, request.ticket, facts.block_size, facts.context_tokens)
         except TransferError as error:
             return self._computed_here(request, whole(request, facts.context_tokens), str(error))
@@ -238,14 +253,14 @@ class VllmEngine:
         PULLS.labels(TRANSFER, "failed").inc()
         return VllmAnswer(unpulled(question), self._facts.eos_token_ids, PullReport(TRANSFER, 0, 0, 0.0, reason))
 
-    async def _ask(self, request: GenerateRequest, answer: VllmAnswer) -> AsyncGenerator[Delta, None]:
+    async def _ask(
+        self, request: GenerateRequest, answer: VllmAnswer, adapter: LoadedAdapter | None
+    ) -> AsyncGenerator[Delta, None]:
         """Ask vLLM one question. Raise PullFailedError and DivergedError before it has given anything."""
         driver, started = self._started, time.perf_counter()
         load = driver.loads[request.dp_rank]
         pulls = answer.question.kv is not None and not answer.question.offers
-        steps = driver.generate(
-            answer.question, request.request_id, request.cache_salt, self._adapter(request.lora), request.dp_rank
-        )
+        steps = driver.generate(answer.question, request.request_id, request.cache_salt, adapter, request.dp_rank)
         if pulls:
             steps = within(self._config.pull_timeout_s, steps, lambda: load.waiting)
         async with aclosing(steps):
@@ -258,7 +273,7 @@ class VllmEngine:
                 if not answer.question.offers or delta.finish_reason is not None:
                     yield delta
                     continue
-                ticket, is_taken = self._offer(answer.question, step), False
+                ticket, is_taken = self._offer(step, adapter), False
                 try:
                     yield msgspec.structs.replace(delta, ticket=ticket)
                     is_taken = True
@@ -267,15 +282,12 @@ class VllmEngine:
                         self.release(ticket.offer_id, ticket.nonce)
 
     def _report(self, question: VllmQuestion, step: VllmStep, duration_s: float) -> PullReport | None:
-        """Return how the pull went. vLLM says of single requests what it had cached; the rest came from the prefill
-        worker.
-        """
+        """Return how the pull went. Where vLLM does not tell how many tokens it pulled, the whole prompt counts."""
         if step.finish_reason not in (None, "stop", "length"):
             return None
         facts = self._facts
-        num_blocks = max(
-            0, -(-len(question.prompt) // facts.block_size) - (step.cached_tokens or 0) // facts.block_size
-        )
+        pulled = len(question.prompt) if step.pulled_tokens is None else step.pulled_tokens
+        num_blocks = -(-pulled // facts.block_size)  # a pull begins with a whole block
         report = PullReport(TRANSFER, num_blocks * facts.block_bytes, num_blocks, duration_s)
         PULLS.labels(TRANSFER, "ok").inc()
         PULL_BYTES.labels(TRANSFER).inc(report.num_bytes)
@@ -301,17 +313,22 @@ class VllmEngine:
         return self._driver
 
     @property
+    def _loaded(self) -> Adapters:
+        assert self._adapters is not None, "a healthy engine has started"
+        return self._adapters
+
+    @property
     def _facts(self) -> VllmFacts:
         return self._started.facts
 
     # --- KV that is offered ---------------------------------------------------------------------------
 
-    def _offer(self, question: VllmQuestion, step: VllmStep) -> Ticket:
+    def _offer(self, step: VllmStep, adapter: LoadedAdapter | None) -> Ticket:
         """Return the ticket for an offer. vLLM itself frees the blocks: when they were pulled, or after its lease."""
         if not step.kv:
             raise EngineError("vLLM computed a prompt and offers no KV", hint="check its --kv-transfer-config")
         try:
-            opaque, num_tokens = write_ticket(step.kv)
+            opaque, num_tokens = write_ticket(step.kv, adapter.name if adapter else "")
         except TransferError as error:
             raise EngineError(f"vLLM offers KV in an unknown form: {error}") from error
         offer_id, nonce = self._next_offer, new_generation()
@@ -356,8 +373,8 @@ class VllmEngine:
         self.check_health()
         detail = await self._carry_out(self._started, request)
         if self._life.info is not None:
-            self._life.info = replace(self._life.info, loras=tuple(self._loaded))
-        return ControlReply(detail=detail, loras=tuple(self._loaded))
+            self._life.info = replace(self._life.info, loras=self._loaded.names)
+        return ControlReply(detail=detail, loras=self._loaded.names)
 
     async def _carry_out(self, driver: Driver, request: Control) -> str:
         match request.action:
@@ -384,49 +401,16 @@ class VllmEngine:
                 return "profiling" if starts else "profiled"
             case ControlAction.LOAD_LORA:
                 name, path = argument(request, "name"), argument(request, "path")
-                await self._load_adapter(name, path)
+                await self._loaded.load(name, path)
                 return f"adapter {name!r} is served"
             case ControlAction.UNLOAD_LORA:
                 name = argument(request, "name")
-                adapter = self._loaded.pop(name, None)
-                if adapter is None:
-                    raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
-                await driver.remove_adapter(adapter)
+                await self._loaded.unload(name)
                 return f"adapter {name!r} is gone"
             case ControlAction.LIST_LORAS:
-                return ", ".join(self._loaded) or "no adapters"
+                return ", ".join(self._loaded.names) or "no adapters"
             case _:
                 raise InvalidRequestError(f"vLLM does not {request.action.value}", hint="the worker itself may")
-
-    async def _load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter. vLLM's engine dies of a request whose adapter it cannot load, so only loaded ones are
-        served.
-
-        Its cache knows adapters by name, so a name stands for one adapter for as long as the worker lives.
-        """
-        if name == self._name or name in self._loaded:
-            raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
-        if self._known_paths.setdefault(name, path) != path:
-            raise InvalidRequestError(
-                f"{name!r} was another adapter before, whose KV is still cached",
-                hint="choose another name",
-                param="name",
-            )
-        adapter = LoadedAdapter(name, 1 + list(self._known_paths).index(name), path)
-        try:
-            await self._started.add_adapter(adapter)
-        except InvalidRequestError:
-            del self._known_paths[name]
-            raise
-        self._loaded[name] = adapter
-
-    def _adapter(self, name: str | None) -> LoadedAdapter | None:
-        if name is None:
-            return None
-        adapter = self._loaded.get(name)
-        if adapter is None:
-            raise InvalidRequestError(f"there is no adapter {name!r} on this worker", param="model")
-        return adapter
 
     # --- how vLLM is started --------------------------------------------------------------------------
 
@@ -437,8 +421,9 @@ class VllmEngine:
             replay=f"ipc://{self._folder}/replay",
             side_channel_port=free_ports(self._config.dp_size, self._config.host),
             num_cpus=len(os.sched_getaffinity(0)),
+            weights=weights_print(self._model_path).hex() if keeps_kv(self._config) else "",
         )
-        return plan_start(self._config, self._name, list(self._adapters.values()), surroundings)
+        return plan_start(self._config, self._name, self._first_adapters, surroundings)
 
 
 def _features(facts: VllmFacts) -> tuple[Feature, ...]:

@@ -15,18 +15,32 @@ TRANSFER = "vllm-nixl"  # the name of vLLM's NIXL connector on cards and tickets
 
 _NIXL = "NixlConnector"
 _CHAIN = "MultiConnector"
-_NAMES = {"nixl": _NIXL, "offloading": "OffloadingConnector", "lmcache": "LMCacheConnectorV1"}
+_LMCACHE_SERVER = "LMCacheMPConnector"
+_NAMES = {
+    "nixl": _NIXL,
+    "offloading": "OffloadingConnector",
+    "lmcache": "LMCacheConnectorV1",
+    "lmcache-mp": _LMCACHE_SERVER,
+}
 _NONE = "none"
 _CONNECTOR_MODULE = "workers.engines.vllm.connector"
+_LMCACHE_MODULE = "workers.engines.vllm.lmcache"
+WEIGHTS = "kvmesh.weights"  # a key of ours among LMCache's: names the content of the weights
 _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.AGGREGATED: "kv_both"}
 _KEEPS = "kv_both"  # the role of a connector that brings KV back to the same worker
-_NOT_ON_CPUS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
+_IN_HOST_MEMORY = "the KV cache is in host memory already (VLLM_CPU_KVCACHE_SPACE)"
+_NOT_ON_CPUS = {
+    "OffloadingConnector": f"leave it out here: {_IN_HOST_MEMORY}",
+    "SimpleCPUOffloadConnector": f"leave it out here: {_IN_HOST_MEMORY}",
+    "LMCacheConnectorV1": "set --kv-connector lmcache-mp, and start `lmcache server`",
+}
 _GIB = 1 << 30
 
 
-def transfer_config(config: WorkerConfig, given: str | None) -> dict[str, Any] | None:
+def transfer_config(config: WorkerConfig, given: str | None, weights: str = "") -> dict[str, Any] | None:
     """Return vLLM's --kv-transfer-config, None for no connector. `given`: the user's own, which is completed.
 
+    `weights` names the content of the model's weights, for KV that outlives this worker.
     Raise ConfigError for settings that contradict each other.
     """
     if given is None:
@@ -53,6 +67,8 @@ def transfer_config(config: WorkerConfig, given: str | None) -> dict[str, Any] |
             _complete_nixl(part, found["kv_role"], config)
         else:
             part.setdefault("kv_role", _KEEPS)
+        if part.get("kv_connector") == _LMCACHE_SERVER:
+            _complete_lmcache(part, config.lmcache_server, weights)
     return found
 
 
@@ -61,16 +77,28 @@ def hands_over(found: dict[str, Any]) -> bool:
     return any(part.get("kv_connector") == _NIXL for part in _parts(found))
 
 
-def check_can_run(found: dict[str, Any], *, on_cpu: bool, has_module: Callable[[str], bool]) -> None:
+def keeps_kv(config: WorkerConfig) -> bool:
+    """Return whether KV may outlive this worker: LMCache's server keeps it."""
+    return "lmcache-mp" in config.kv_connector or _LMCACHE_SERVER in config.engine_args
+
+
+def check_can_run(
+    found: dict[str, Any], *, on_cpu: bool, has_module: Callable[[str], bool], has_adapters: bool = False
+) -> None:
     """Raises ConfigError for a connector that vLLM would fail with here, minutes later and in another process."""
     for name in (str(part.get("kv_connector")) for part in _parts(found)):
         if on_cpu and name in _NOT_ON_CPUS:
             raise ConfigError(
                 f"vLLM's {name} copies KV between a GPU and host memory, and this vLLM computes on the CPU",
-                hint="leave it out here: the KV cache is in host memory already (VLLM_CPU_KVCACHE_SPACE)",
+                hint=_NOT_ON_CPUS[name],
             )
         if name.startswith("LMCache") and not has_module("lmcache"):
             raise ConfigError(f"vLLM's {name} needs the package lmcache", hint="pip install lmcache, or leave it out")
+        if name.startswith("LMCache") and has_adapters:
+            raise ConfigError(
+                f"{name} keeps KV by tokens alone: an adapter would get the KV of another one",
+                hint="leave --loras and --enable-lora out, or the connector",
+            )
 
 
 # --- by name --------------------------------------------------------------------------------------------
@@ -127,6 +155,17 @@ def _complete_nixl(part: dict[str, Any], role: str, config: WorkerConfig) -> Non
     if isinstance(extra, dict):
         extra.setdefault("kv_lease_duration", max(1, round(config.offer_lease_s)))
         extra.setdefault("num_threads", 0)  # of UCX, each would poll without a pause
+
+
+def _complete_lmcache(part: dict[str, Any], server: str, weights: str) -> None:
+    part.setdefault("kv_connector_module_path", _LMCACHE_MODULE)
+    extra = part.setdefault("kv_connector_extra_config", {})
+    if isinstance(extra, dict):
+        extra.setdefault(WEIGHTS, weights)
+        if "lmcache.mp.server_urls" not in extra:
+            host, _, port = server.rpartition(":")
+            extra.setdefault("lmcache.mp.host", f"tcp://{host}")
+            extra.setdefault("lmcache.mp.port", int(port))
 
 
 def _parts(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
