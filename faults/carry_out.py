@@ -226,12 +226,15 @@ class Machine:
         def orders(**changes: float | bool | int) -> Callable[[], object]:
             return lambda: mesh.order(name, replace(mesh.orders[name], **changes))  # type: ignore[arg-type]
 
+        def stalls() -> None:
+            mesh.order(name, replace(mesh.orders[name], stalls=mesh.supervisor.pid(name) or 0))
+
         def raises() -> None:
             mesh.order(name, replace(mesh.orders[name], raises=mesh.orders[name].raises + 1))
 
         return {
             "clock_jump": (orders(clock_offset_s=amount), orders(clock_offset_s=0.0)),
-            "engine_stall": (orders(stalls=True), orders(stalls=False)),
+            "engine_stall": (stalls, orders(stalls=0)),
             "engine_raise": (raises, _nothing),
             "engine_babble": (orders(babbles=True), orders(babbles=False)),
             "engine_blocks": (orders(holds_blocks=True), orders(holds_blocks=False)),

@@ -6,6 +6,7 @@ a real engine; the mock by itself would end instead.
 """
 
 import asyncio
+import os
 import runpy
 import sys
 import time
@@ -98,7 +99,7 @@ def spoil_engine(switches: Switches) -> None:
     run_step = StepEngine._execute
 
     async def step_or_stall(engine: StepEngine, rows: Sequence[Row]) -> Sequence[Result]:
-        while switches.read().stalls:  # noqa: ASYNC110 - another process writes the order
+        while switches.read().stalls == os.getpid():  # noqa: ASYNC110 - another process writes the order
             await asyncio.sleep(LOOK_S)
         return await run_step(engine, rows)
 

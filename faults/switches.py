@@ -21,7 +21,7 @@ class Orders:
     """Say what a process has to do wrong."""
 
     clock_offset_s: float = 0.0
-    stalls: bool = False  # the engine makes no step
+    stalls: int = 0  # id of the process whose engine makes no step; one that is started after it works; 0: none
     raises: int = 0  # how often the engine has been told to raise, since the run began
     babbles: bool = False  # answers get tokens after their end
     holds_blocks: bool = False  # all free blocks are taken
@@ -43,7 +43,7 @@ class Switches:
 
     def read(self) -> Orders:
         offset_s, stalls, raises, babbles, holds, fails, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
-        return Orders(offset_s, bool(stalls), raises, bool(babbles), bool(holds), bool(fails))
+        return Orders(offset_s, stalls, raises, bool(babbles), bool(holds), bool(fails))
 
     def write(self, orders: Orders) -> None:
         self._map[:_TASKS_AT] = _FORMAT.pack(
