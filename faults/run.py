@@ -50,6 +50,7 @@ class FaultsRun:
         self._tell = tell
         self._began_s = time.monotonic()
         self._shm_before = shared_memory()
+        self._has_own_shm = room is not None and room.has_shared_memory
         self.mesh = FaultsMesh(folder, schedule.mesh, schedule.seed, tell, without)
         self.machine = Machine(self.mesh, self.clock, tell, room)
         self._next = 0
@@ -78,7 +79,9 @@ class FaultsRun:
             crashed = unprovoked(self.mesh.ended, self.machine.provoked)
         finally:
             await self.mesh.close()
-        remains.leaked += await asyncio.to_thread(left_on_machine, [str(self.mesh.folder)], self._shm_before)
+        remains.leaked += await asyncio.to_thread(
+            left_on_machine, [str(self.mesh.folder)], self._shm_before, is_private=self._has_own_shm
+        )
         return self._judge(oracle, clients.answers, remains, crashed)
 
     def _judge(
