@@ -1,7 +1,7 @@
 """Give a run namespaces of its own: a small disk that can be full, and a loopback network whose packets can be lost.
 
-Both belong to this process and its children alone, and go with them, whatever happens. Needs root. So does /dev/shm: what
-other programs leave there is not the run's.
+They belong to this process and its children alone, and go with them, whatever happens. So does /dev/shm: what other
+programs leave there is not the run's. Needs root.
 """
 
 import ctypes

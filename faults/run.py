@@ -64,6 +64,7 @@ class FaultsRun:
         try:
             await self.mesh.start()
             oracle = Oracle(shown, await self._tokenize_chats())
+            oracle.weights = self.machine.weights
             await self._warm_up(oracle)
             before = sizes(self.mesh)
             self.mesh.ended.clear()
@@ -96,6 +97,7 @@ class FaultsRun:
                 remains=remains,
                 skipped=machine.skipped,
                 crashed=crashed,
+                complaints=machine.complaints,
                 without=self._without,
             )
         )

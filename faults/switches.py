@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Self
 
 _FORMAT = struct.Struct(
-    "<dqqqqqq"
-)  # clock offset, stalls, raises, babbles, holds blocks, refuses pulls, tasks (written by the process)
-_TASKS_AT = _FORMAT.size - 8
+    "<dqqqqqqq"
+)  # clock offset, stalls, raises, babbles, holds blocks, refuses pulls; written by the process: tasks, weights
+_TASKS_AT, _WEIGHTS_AT = _FORMAT.size - 16, _FORMAT.size - 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Switches:
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         if is_new:
-            path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0, 0, 0, 0))
+            path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0, 0, 0, 0, 0))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _FORMAT.size)
 
@@ -42,7 +42,7 @@ class Switches:
         return cls(path, is_new=True)
 
     def read(self) -> Orders:
-        offset_s, stalls, raises, babbles, holds, fails, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
+        offset_s, stalls, raises, babbles, holds, fails, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
         return Orders(offset_s, stalls, raises, bool(babbles), bool(holds), bool(fails))
 
     def write(self, orders: Orders) -> None:
@@ -54,6 +54,7 @@ class Switches:
             orders.holds_blocks,
             orders.fails_pulls,
             0,
+            0,
         )[:_TASKS_AT]
 
     @property
@@ -63,6 +64,14 @@ class Switches:
 
     def report_tasks(self, count: int) -> None:
         struct.pack_into("<q", self._map, _TASKS_AT, count)
+
+    @property
+    def weights(self) -> int:
+        """The weights that the engine of the process has read last, as in faults/weights.py."""
+        return int(struct.unpack_from("<q", self._map, _WEIGHTS_AT)[0])
+
+    def report_weights(self, weights: int) -> None:
+        struct.pack_into("<q", self._map, _WEIGHTS_AT, weights)
 
     def close(self) -> None:
         self._map.close()
