@@ -10,12 +10,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from faults.bombs import send_bombs
 from faults.certificates import SHORT_LIFE_S
 from faults.kinds import KINDS
 from faults.mesh import FaultsMesh
+from faults.operator import Operator
 from faults.recovery import Happened
 from faults.room import PacketFault, PrivateRoom
 from faults.schedule import PlannedFault, Schedule
+from faults.twice import start_twice
+from faults.weights import ORIGINAL, OVERWRITTEN, ROLLED_OUT, Served, WeightsHistory, overwrite, roll_out
 from faults.zmtp import EventTrouble
 from protocol.errors import MeshError
 
@@ -23,6 +27,7 @@ RESTARTED_S = 30.0  # a process that got a SIGTERM has started again by then
 POLL_S = 0.05
 FILLER_BYTES = 1 << 16
 ENDS_PROCESSES = ("kill", "restart", "rolling", "engine_raise", "engine_stall")
+RESTARTS_TWICE = ("other_weights",)
 VERDICTS = {  # of nftables, for the kinds that lose packets in the kernel
     "cut": "drop",
     "packets_lost": "numgen random mod 1000 < {share} drop",
@@ -47,6 +52,10 @@ class Machine:
         self._tell = tell
         self.happened: list[Happened] = []
         self.skipped: dict[str, str] = {}  # reasons, by kind
+        self.complaints: list[str] = []  # what faults themselves found wrong
+        self.weights = WeightsHistory()
+        self._has_others: dict[str, tuple[Served, Served]] = {}  # workers with other weights
+        self._operator = Operator(mesh, clock, self.complaints)
         self._has_disk = room is not None and room.has_disk
         self._has_network = room is not None and room.has_network
         self._packet_faults = 0
@@ -67,7 +76,7 @@ class Machine:
 
     async def run(self, schedule: Schedule) -> None:
         """Carry out all faults; return when the last one is over."""
-        async with asyncio.TaskGroup() as group:
+        async with self._operator, asyncio.TaskGroup() as group:
             for fault in schedule.faults:
                 if reason := self.why_not(fault.kind):
                     self.skipped[fault.kind] = reason
@@ -96,6 +105,8 @@ class Machine:
             names = self._mesh.of_role(fault.role) if fault.kind == "rolling" else [name]
             for one in names:
                 self.provoked[one] = self.provoked.get(one, 0) + 1
+        if fault.kind in RESTARTS_TWICE:
+            self.provoked[name] = self.provoked.get(name, 0) + 2
         table: Mapping[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "kill": (partial(self._mesh.signal, name, signal.SIGKILL), _nothing),
             "stop": (
@@ -110,6 +121,10 @@ class Machine:
             **self._packets_of(fault),
             **self._shared(),
             **self._engine(name, fault.amount),
+            **self._others(name),
+            "orders": (partial(self._operator.any_sequence, name, f"orders {fault.at_s} {name}"), _nothing),
+            "guide_bombs": (partial(self._bomb, f"bombs {fault.at_s}"), _nothing),
+            "run_dir_twice": (partial(self._start_twice, f"twice-{round(fault.at_s * 100)}"), _nothing),
             "expired": (partial(self._expire, name), partial(self._renew, name)),
         }
         begin, end = table[fault.kind]
@@ -218,6 +233,63 @@ class Machine:
             await asyncio.to_thread(self._mesh.certificates.renew, name)
         self._mesh.expired.discard(name)
 
+    # --- weights --------------------------------------------------------------------------------------
+
+    def _others(self, name: str) -> Mapping[str, tuple[Callable[[], object], Callable[[], object]]]:
+        return {
+            "other_weights": (partial(self._roll_out, name), partial(self._roll_back, name)),
+            "weights_in_place": (partial(self._overwrite, name), partial(self._overwrite_back, name)),
+        }
+
+    async def _roll_out(self, name: str) -> None:
+        served = self._begin_others(name, ROLLED_OUT)
+        roll_out(self._mesh.models[name], ROLLED_OUT)
+        await self._restart_until(name, ROLLED_OUT)
+        self._has_others[name] = (served, self.weights.loaded(served, self._clock()))
+
+    async def _roll_back(self, name: str) -> None:
+        self._has_others[name][1].until_s = self._clock()
+        roll_out(self._mesh.models[name], ORIGINAL)
+        await self._restart_until(name, ORIGINAL)
+        self._has_others.pop(name)[0].until_s = self._clock()
+
+    async def _restart_until(self, name: str, weights: int) -> None:
+        """Restart a worker, and wait until it has read its weights."""
+        await self._restart(name)
+        ends_s = self._clock() + RESTARTED_S
+        while self._mesh.switches[name].weights != weights and self._clock() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+
+    async def _overwrite(self, name: str) -> None:
+        served = self._begin_others(name, OVERWRITTEN)
+        overwrite(self._mesh.models[name], OVERWRITTEN)
+        await self._operator.nap_until(name, OVERWRITTEN)
+        self._has_others[name] = (served, self.weights.loaded(served, self._clock()))
+        await self._operator.bring_back(name, "with other weights after sleep, wake")
+
+    async def _overwrite_back(self, name: str) -> None:
+        self._has_others[name][1].until_s = self._clock()
+        overwrite(self._mesh.models[name], ORIGINAL)
+        await self._operator.nap_until(name, ORIGINAL)
+        self._has_others.pop(name)[0].until_s = self._clock()
+        await self._operator.bring_back(name, "with its old weights after sleep, wake")
+
+    def _begin_others(self, name: str, weights: int) -> Served:
+        """Note that a worker gets other weights. Raise RuntimeError if it has others already."""
+        if name in self._has_others:
+            raise RuntimeError(f"{name} has other weights already")
+        served = self.weights.begin(name, weights, self._clock())
+        self._has_others[name] = (served, served)
+        return served
+
+    # --- clients and operators ------------------------------------------------------------------------
+
+    async def _bomb(self, seed: str) -> None:
+        self.complaints += await send_bombs(self._mesh.urls, seed, self._clock)
+
+    async def _start_twice(self, folder: str) -> None:
+        self.complaints += await start_twice(self._mesh.folder / folder)
+
     # --- engines and clocks ---------------------------------------------------------------------------
 
     def _engine(self, name: str, amount: float) -> Mapping[str, tuple[Callable[[], object], Callable[[], object]]]:
@@ -226,12 +298,15 @@ class Machine:
         def orders(**changes: float | bool | int) -> Callable[[], object]:
             return lambda: mesh.order(name, replace(mesh.orders[name], **changes))  # type: ignore[arg-type]
 
+        def stalls() -> None:
+            mesh.order(name, replace(mesh.orders[name], stalls=mesh.supervisor.pid(name) or 0))
+
         def raises() -> None:
             mesh.order(name, replace(mesh.orders[name], raises=mesh.orders[name].raises + 1))
 
         return {
             "clock_jump": (orders(clock_offset_s=amount), orders(clock_offset_s=0.0)),
-            "engine_stall": (orders(stalls=True), orders(stalls=False)),
+            "engine_stall": (stalls, orders(stalls=0)),
             "engine_raise": (raises, _nothing),
             "engine_babble": (orders(babbles=True), orders(babbles=False)),
             "engine_blocks": (orders(holds_blocks=True), orders(holds_blocks=False)),

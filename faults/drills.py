@@ -71,7 +71,7 @@ def _credit() -> Schedule:
 
 
 def _progress_watch() -> Schedule:
-    """Have an engine stall until the end."""
+    """Have an engine stall until its process ends."""
     mesh = MeshShape(
         frontends=1, routers=0, prefill=1, decode=2, etcd=False, nats=False, worker_flags=("--stall-timeout-s", "1")
     )

@@ -2,35 +2,46 @@
 
 The service's own code runs. Only what faults need is put in between: a wall clock with an offset, and around the mock
 engine what stalls, raises, babbles and takes its blocks. KV that is not a request's own makes wrong tokens here, as in
-a real engine; the mock by itself would end instead.
+a real engine; the mock by itself would end instead. Its tokens and its KV depend on its weights, and it follows guides.
 """
 
 import asyncio
+import dataclasses
 import gc
+import os
+import resource
 import runpy
 import sys
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import mesh.lifecycle
 import workers.engines.mock.executor as mock_executor
+import workers.engines.mock.opening as mock_opening
+import workers.engines.mock.witness as mock_witness
 from faults.room import die_with_parent
 from faults.switches import Switches
+from faults.weights import digest_of, key_of, read_weights
 from kvcache.transfer.shm import ShmBackend
 from protocol.errors import TransferError
 from protocol.messages import Delta, GenerateRequest, Ticket, TokenLogprob
-from workers.engines.mock.answers import prompt_digest
+from workers.config import WorkerConfig
+from workers.engines.mock.answers import answer_token
 from workers.engines.mock.witness import Seen, Witness
-from workers.executor import Result, Row
+from workers.executor import ModelInfo, Result, Row, Sampled
+from workers.guides import open_guides
 from workers.step_engine import StepEngine
 
 LOOK_S = 0.05
 WRONG_KV = 0x5EED  # turns the digest of a prompt into that of another answer
 BABBLE = (11, 12, 13)
+MOST_BYTES = 6 << 30  # of a worker's addresses: a guide that takes more must not take the machine's memory
 
 
 def put(owner: object, name: str, part: object) -> None:
@@ -98,7 +109,7 @@ class CarelessWitness(Witness):
         self._is_wrong = False
         taken = super()._take(row, seen)
         if self._is_wrong:
-            taken.digest = prompt_digest(row.prompt, row.lora) ^ WRONG_KV
+            taken.digest ^= WRONG_KV
         return taken
 
 
@@ -118,7 +129,7 @@ def spoil_engine(switches: Switches) -> None:
     run_step = StepEngine._execute
 
     async def step_or_stall(engine: StepEngine, rows: Sequence[Row]) -> Sequence[Result]:
-        while switches.read().stalls:  # noqa: ASYNC110 - another process writes the order
+        while switches.read().stalls == os.getpid():  # noqa: ASYNC110 - another process writes the order
             await asyncio.sleep(LOOK_S)
         return await run_step(engine, rows)
 
@@ -127,6 +138,50 @@ def spoil_engine(switches: Switches) -> None:
     spoil_answers(switches)
     spoil_pool(switches)
     spoil_pulls(switches)
+
+
+def serve_weights(switches: Switches) -> None:
+    """Make the mock's tokens and KV depend on the weights in its folder, which it reads when it starts and wakes."""
+    opens = mock_opening._open_executor
+
+    def open_executor(config: WorkerConfig) -> mock_executor.MockExecutor:
+        folder = Path(config.model_path)
+        weights = read_weights(folder)
+        put(mock_witness, "_keys_of", lambda ids: array("f", [key_of(one, weights) for one in ids]).tobytes())
+        put(mock_witness, "prompt_digest", lambda prompt, lora: digest_of(prompt, lora, weights))
+        executor = opens(config)
+        put(executor, "folder", folder)
+        switches.report_weights(weights)
+        return executor
+
+    put(mock_opening, "_open_executor", open_executor)
+
+
+def follow_guides() -> None:
+    """Have the mock invent only tokens that a request's guide allows."""
+    load, sampled = mock_executor.MockExecutor.load, mock_executor.MockExecutor._sampled
+
+    def load_guided(executor: Any) -> ModelInfo:
+        info = load(executor)
+        return dataclasses.replace(
+            info, guides=open_guides(executor.folder, info.vocab_size, info.eos_token_ids, "compact")
+        )
+
+    def sampled_guided(executor: mock_executor.MockExecutor, row: Row, seen: Seen) -> Sampled:
+        free = sampled(executor, row, seen)
+        if row.guide is None or (allowed := row.guide.allowed()) is None:
+            return free
+        tokens = np.flatnonzero(allowed)
+        token = int(tokens[answer_token(seen.digest, len(row.output), range(len(tokens)))])
+        wants = row.sampling.top_logprobs
+        return Sampled(token, None if wants is None else mock_executor.mock_logprob(token, wants))
+
+    put(mock_executor.MockExecutor, "load", load_guided)
+    put(mock_executor.MockExecutor, "_sampled", sampled_guided)
+
+
+def limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
 
 
 def spoil_answers(switches: Switches) -> None:
@@ -189,6 +244,10 @@ def main() -> None:
     shift_clock(switches)
     watch_loop(switches)
     if module == "workers":
+        if "mock" in sys.argv:
+            limit_memory()
+        serve_weights(switches)
+        follow_guides()
         spoil_engine(switches)
     sys.argv = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FRONTEND, ROUTER, PREFILL, DECODE = "frontend", "router", "prefill", "decode"
-DISCOVERY, NATS, DISK = "discovery", "nats", "disk"
+DISCOVERY, NATS, DISK, GUIDES, HOST = "discovery", "nats", "disk", "guides", "host"
 PROCESSES = (FRONTEND, ROUTER, PREFILL, DECODE)
 WORKERS = (PREFILL, DECODE)
 PROXIED = (ROUTER, PREFILL, DECODE)  # the roles whose ports lie behind proxies
-SHARED = (DISCOVERY, NATS, DISK)  # one of each, which all processes use
+SHARED = (DISCOVERY, NATS, DISK, GUIDES, HOST)  # one of each, which all processes use
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,13 @@ _LIST = (
     FaultKind("engine_raise", WORKERS, (0, 0), 4.0, "its engine raises in a step"),
     FaultKind("engine_babble", WORKERS, (0.5, 4.0), 0.0, "its engine sends tokens after the end of an answer"),
     FaultKind("engine_blocks", WORKERS, (0.5, 2.5), 0.5, "its engine has no free KV block"),
+    FaultKind("other_weights", WORKERS, (5.0, 12.0), 10.0, "it is started again with other weights of the same name"),
+    FaultKind("weights_in_place", WORKERS, (4.0, 10.0), 4.0, "its weights are changed in place while it sleeps"),
+    FaultKind(
+        "orders", WORKERS, (0, 0), 2.0, "it is ordered to sleep, wake, drain, resume, change its role, in any way"
+    ),
+    FaultKind("guide_bombs", (GUIDES,), (0, 0), 10.0, "clients send guides that take minutes to compile"),
+    FaultKind("run_dir_twice", (HOST,), (0, 0), 10.0, "a second `kvmesh up` is started in a run directory in use"),
     FaultKind(
         "flipped", PROXIED, (0.5, 3.0), 1.0, "a bit is flipped in a share of its traffic", (0.02, 0.2), closed=True
     ),

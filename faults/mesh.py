@@ -27,6 +27,7 @@ from faults.schedule import MeshShape
 from faults.servers import EtcdProgram, NatsProgram, program
 from faults.switches import Orders, Switches
 from faults.traffic import LORAS, MODEL, REAL_MODEL
+from faults.weights import make_model_folder
 from mesh.member_session import member_session
 from mesh.supervisor import ProcessSpec, Supervisor
 from protocol.errors import EngineError, MeshError
@@ -55,6 +56,9 @@ class FaultsMesh:
         self.expired: set[str] = set()  # processes whose certificate has expired, or is about to
         self.supervisor = Supervisor(self.logs, self._on_line)
         self.names = [name for role in (ROUTER, PREFILL, DECODE, FRONTEND) for name in self.of_role(role)]
+        self.models = {
+            name: make_model_folder(folder / "models" / name) for role in WORKERS for name in self.of_role(role)
+        }
         self.real_names = [f"real-{role}-0" for role in WORKERS] if shape.torch else []
         self.names += self.real_names  # no fault hits these two: it is the others' faults that must not harm them
         self.weather = {name: Weather() for name in self.names}
@@ -159,7 +163,7 @@ class FaultsMesh:
             flags += ["--role", role.removeprefix("real-"), "--model", REAL_MODEL, "--model-path", str(CHECKPOINT_DIR)]
             flags += ["--metrics-port", str(METRICS)]
         if role in WORKERS:
-            flags += ["--role", role, "--model", MODEL, "--model-path", str(CHECKPOINT_DIR), *PACE]
+            flags += ["--role", role, "--model", MODEL, "--model-path", str(self.models[name]), *PACE]
             flags += ["--metrics-port", str(METRICS), "--kv-events-ports", f"{EVENTS[0]}-{EVENTS[-1]}"]
             if self.nats is not None and name == f"{DECODE}-{self.shape.decode - 1}":
                 flags += ["--kv-events-transport", "nats", "--nats-url", self.nats.url]

@@ -1,14 +1,16 @@
 """Judge answers. The mock engine's tokens are a function of the prompt, so every right answer is known."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from faults.traffic import REAL_MODEL, Ask
-from workers.engines.mock.answers import mock_token
+from faults.traffic import OPTION, REAL_MODEL, Ask
+from faults.weights import ORIGINAL, WeightsHistory, token_of
 
 VOCAB = 2048  # of the tiny model's tokenizer
+BLAMES = (400, 413, 422)  # statuses that say that a request is wrong; all requests are right
 LATE_S = 1.5  # a request that is not over so long after its deadline hangs
 
 
@@ -19,6 +21,7 @@ class Verdict(StrEnum):
     HUNG = "hung"
     EMPTY = "empty_200"
     WRONG = "wrong_tokens"
+    REFUSED = "refused"  # with a status that says that the request itself is wrong
     TRUNCATED = "truncated"
 
 
@@ -77,28 +80,23 @@ class Oracle:
         """Take `shown`, which writes a token as the API does, and the tokens of each chat, with and without tools."""
         self._shown = shown
         self._chats = chats
+        self.weights = WeightsHistory()
         self.learned: dict[tuple[int, ...], list[str]] = {}  # of prompts that a real model answered undisturbed
 
-    def right(self, ask: Ask) -> list[str]:
+    def right(self, ask: Ask, weights: int = ORIGINAL) -> list[str]:
+        """Return the tokens that a model with these weights answers."""
         if ask.model == REAL_MODEL:
             return self.learned[ask.prompt][: ask.max_tokens]
         prompt = ask.prompt or self._chats[ask.messages[-1]["content"], ask.tools]
-        return [self._shown(mock_token(prompt, index, VOCAB, ask.lora)) for index in range(ask.max_tokens)]
+        return [self._shown(token_of(prompt, index, VOCAB, ask.lora, weights)) for index in range(ask.max_tokens)]
 
     def judge(self, answered: Answered, stopped_s: float = 0.0) -> Judged:
         """Say whether an answer is what it has to be. `stopped_s`: how long its frontend could do nothing."""
         ask = answered.ask
         if answered.is_hung or answered.ended_s - answered.sent_s - stopped_s > ask.deadline_s + LATE_S:
             return Judged(Verdict.HUNG, f"{answered.ended_s - answered.sent_s:.1f} s of {ask.deadline_s} s")
-        right = self.right(ask)
-        for choice, tokens in answered.tokens.items():
-            if tokens != right[: len(tokens)]:
-                at = next(
-                    (n for n, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), len(right)
-                )
-                return Judged(
-                    Verdict.WRONG, f"choice {choice}, token {at}: {tokens[at : at + 3]} not {right[at : at + 3]}"
-                )
+        if wrong := self._wrong_tokens(answered):
+            return Judged(Verdict.WRONG, wrong)
         if answered.has_left:
             return Judged(Verdict.LEFT)
         if answered.error is not None or answered.status not in (0, 200):
@@ -107,6 +105,8 @@ class Oracle:
             return Judged(Verdict.ERROR, answered.broken)  # no answer began
         if answered.broken or not answered.is_done:
             return Judged(Verdict.TRUNCATED, answered.broken or "it ended without its end")
+        if ask.options:
+            return _judge_guided(answered)
         whole = [len(answered.tokens.get(choice, ())) == ask.max_tokens for choice in range(ask.choices)]
         if all(whole) and set(answered.finished.values()) == {"length"}:
             return Judged(Verdict.RIGHT)
@@ -115,10 +115,57 @@ class Oracle:
         counts = {choice: len(tokens) for choice, tokens in answered.tokens.items()}
         return Judged(Verdict.TRUNCATED, f"{counts} of {ask.max_tokens} tokens, finished: {answered.finished}")
 
+    def _wrong_tokens(self, answered: Answered) -> str:
+        """Return how an answer differs from those of all weights that its worker may have had; "" if it equals one.
+
+        The decode worker counts, whatever KV it has pulled. An answer of two models equals neither's.
+        """
+        ask = answered.ask
+        if ask.options:
+            return ""
+        trace = answered.trace
+        decided = "" if not trace or trace.get("migrations") else str(trace.get("decode_worker") or "")
+        possible = self.weights.possible(decided, answered.sent_s, answered.ended_s)
+        for choice, tokens in answered.tokens.items():
+            rights = [self.right(ask, weights)[: len(tokens)] for weights in sorted(possible)]
+            if tokens in rights:
+                continue
+            right = max(rights, key=lambda one: _equal(tokens, one))
+            at = _equal(tokens, right)
+            return f"choice {choice}, token {at}: {tokens[at : at + 3]} not {right[at : at + 3]}{_of(sorted(possible))}"
+        return ""
+
     def _judge_error(self, answered: Answered) -> Judged:
         error = answered.error or {}
         why = f"{answered.status} {error.get('code')}: {error.get('message')}"
+        if answered.status in BLAMES or error.get("type") == "invalid_request_error":
+            return Judged(Verdict.REFUSED, why)
         is_begun = any(answered.tokens.values())
         if is_begun and not (answered.ask.is_hurried and error.get("code") == "deadline_exceeded"):
             return Judged(Verdict.TRUNCATED, f"after {answered.events} events: {why}")
         return Judged(Verdict.ERROR, why)
+
+
+def _judge_guided(answered: Answered) -> Judged:
+    """Judge a whole answer that a guide has held to an object with one of few strings."""
+    text = "".join(answered.tokens.get(0, ()))
+    if not text:
+        return Judged(Verdict.EMPTY, f"no token, finished: {answered.finished}")
+    if set(answered.finished.values()) != {"stop"}:
+        return Judged(Verdict.TRUNCATED, f"{text!r}, finished: {answered.finished}")
+    try:
+        held = json.loads(text)
+    except ValueError:
+        return Judged(Verdict.WRONG, f"no JSON: {text!r}")
+    is_right = isinstance(held, dict) and list(held) == [OPTION] and held[OPTION] in answered.ask.options
+    return Judged(Verdict.RIGHT) if is_right else Judged(Verdict.WRONG, f"{text!r} is not what the guide allows")
+
+
+def _equal(tokens: Sequence[str], right: Sequence[str]) -> int:
+    """Return how many tokens are equal at the beginning."""
+    pairs = enumerate(zip(tokens, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(tokens), len(right)))
+
+
+def _of(possible: Sequence[int]) -> str:
+    return "" if possible == [ORIGINAL] else f", nor of any weights of {list(possible)}"

@@ -151,12 +151,15 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def left_on_machine(marks: Sequence[str], shm_before: set[str]) -> list[str]:
-    """Return what is left after the mesh has ended: its processes, and shared memory that nobody uses."""
-    found = left_in_shared_memory(shm_before)
+def left_on_machine(marks: Sequence[str], shm_before: set[str], *, is_private: bool) -> list[str]:
+    """Return what is left after the mesh has ended: its processes, and shared memory that nobody uses.
+
+    `is_private`: no other program uses this /dev/shm.
+    """
+    found = left_in_shared_memory(shm_before, is_private=is_private)
     if found:  # other programs make names that are gone at once
         time.sleep(GONE_S)
-        found = [line for line in left_in_shared_memory(shm_before) if line in found]
+        found = [line for line in left_in_shared_memory(shm_before, is_private=is_private) if line in found]
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
         if process.pid != os.getpid() and any(mark in line for mark in marks):

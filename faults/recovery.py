@@ -10,7 +10,7 @@ the time in which nothing could have answered: its own frontend was stopped, or 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from faults.kinds import FRONTEND, KINDS, ROUTER, SHARED
+from faults.kinds import FRONTEND, HOST, KINDS, ROUTER, SHARED
 from faults.oracle import Answered
 from faults.schedule import PlannedFault
 
@@ -49,6 +49,8 @@ def hits_of(answered: Answered, happened: Sequence[Happened]) -> tuple[Happened,
 
 
 def _uses(answered: Answered, fault: PlannedFault) -> bool:
+    if fault.role == HOST:
+        return False  # it happens beside the mesh
     if fault.role in SHARED or fault.role == ROUTER:
         return True
     if fault.role == FRONTEND:

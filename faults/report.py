@@ -14,7 +14,7 @@ from faults.schedule import Schedule
 MOST_RECOVERY_S = 3.0  # at the 99th percentile, for a run to be clean
 LEAST_MEASURED = 20  # requests that were hit; of fewer the slowest would be the percentile
 MOST_SHOWN = 20
-BAD = (Verdict.HUNG, Verdict.EMPTY, Verdict.WRONG, Verdict.TRUNCATED)
+BAD = (Verdict.HUNG, Verdict.EMPTY, Verdict.WRONG, Verdict.REFUSED, Verdict.TRUNCATED)
 
 
 class FaultsReport(Struct, frozen=True, kw_only=True):
@@ -30,10 +30,12 @@ class FaultsReport(Struct, frozen=True, kw_only=True):
     hung: int
     empty_200: int
     wrong_tokens: int
+    refused: int  # right requests that were told to be wrong
     truncated: int
     leaked: int  # gauges, blocks, offers, descriptors, tasks, shared memory, processes
     diverged: int  # views that a router has of a worker's cache
     crashed: int  # processes that ended although no fault made them
+    failed_checks: int  # what faults check themselves: orders, bombs, a second mesh in a run directory
     errors_reported: int
     error_codes: Mapping[str, int]
     error_examples: Mapping[str, str]  # the first of each code
@@ -56,6 +58,7 @@ class RunRecord:
     remains: Remains
     skipped: Mapping[str, str]
     crashed: Sequence[str]
+    complaints: Sequence[str] = ()
     without: str = ""
 
 
@@ -78,10 +81,12 @@ def judge_run(seen: RunRecord) -> FaultsReport:
         hung=counts[Verdict.HUNG],
         empty_200=counts[Verdict.EMPTY],
         wrong_tokens=counts[Verdict.WRONG],
+        refused=counts[Verdict.REFUSED],
         truncated=counts[Verdict.TRUNCATED],
         leaked=len(seen.remains.leaked),
         diverged=len(seen.remains.diverged),
         crashed=len(seen.crashed),
+        failed_checks=len(seen.complaints),
         errors_reported=counts[Verdict.ERROR],
         error_codes=dict(sorted(Counter(map(str, errors)).items())),
         error_examples=error_examples(judged),
@@ -131,6 +136,7 @@ def problems_of(seen: RunRecord, judged: Sequence[tuple[Answered, Judged]], cost
     problems += [f"leaked: {line}" for line in seen.remains.leaked]
     problems += [f"diverged: {line}" for line in seen.remains.diverged]
     problems += [f"crashed: {line}" for line in seen.crashed]
+    problems += [f"failed check: {line}" for line in seen.complaints]
     p99_s = percentile(costs_s, 0.99)
     if p99_s > MOST_RECOVERY_S and len(costs_s) >= LEAST_MEASURED:
         problems.append(f"slow: the 99th percentile of recovery is {p99_s:.2f} s, the limit is {MOST_RECOVERY_S} s")

@@ -1,6 +1,7 @@
 """Give a run namespaces of its own: a small disk that can be full, and a loopback network whose packets can be lost.
 
-Both belong to this process and its children alone, and go with them, whatever happens. Needs root.
+They belong to this process and its children alone, and go with them, whatever happens. So does /dev/shm: what other
+programs leave there is not the run's. Needs root.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SIZE_MIB = 16
+SHARED_MEMORY = "/dev/shm"
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _PR_SET_PDEATHSIG = 1
 
@@ -37,6 +39,7 @@ class PrivateRoom:
             ["mount", "--make-rprivate", "/"],
             ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "kvmesh-faults", str(folder)],
         )
+        self.has_shared_memory = self.has_disk and _all(["mount", "-t", "tmpfs", "kvmesh-faults", SHARED_MEMORY])
         has_tools = shutil.which("nft") is not None
         self.has_network = has_tools and _unshare(_CLONE_NEWNET, "ip") and _all(["ip", "link", "set", "lo", "up"])
 
@@ -46,6 +49,9 @@ class PrivateRoom:
             shutil.copytree(self._folder, folder, dirs_exist_ok=True)
 
     def close(self) -> None:
+        if self.has_shared_memory:
+            _all(["umount", "-l", SHARED_MEMORY])
+            self.has_shared_memory = False
         if self.has_disk:
             _all(["umount", "-l", str(self._folder)])
             self.has_disk = False

@@ -50,6 +50,7 @@ class FaultsRun:
         self._tell = tell
         self._began_s = time.monotonic()
         self._shm_before = shared_memory()
+        self._has_own_shm = room is not None and room.has_shared_memory
         self.mesh = FaultsMesh(folder, schedule.mesh, schedule.seed, tell, without)
         self.machine = Machine(self.mesh, self.clock, tell, room)
         self._next = 0
@@ -63,6 +64,7 @@ class FaultsRun:
         try:
             await self.mesh.start()
             oracle = Oracle(shown, await self._tokenize_chats())
+            oracle.weights = self.machine.weights
             await self._warm_up(oracle)
             before = sizes(self.mesh)
             self.mesh.ended.clear()
@@ -78,7 +80,9 @@ class FaultsRun:
             crashed = unprovoked(self.mesh.ended, self.machine.provoked)
         finally:
             await self.mesh.close()
-        remains.leaked += await asyncio.to_thread(left_on_machine, [str(self.mesh.folder)], self._shm_before)
+        remains.leaked += await asyncio.to_thread(
+            left_on_machine, [str(self.mesh.folder)], self._shm_before, is_private=self._has_own_shm
+        )
         return self._judge(oracle, clients.answers, remains, crashed)
 
     def _judge(
@@ -93,6 +97,7 @@ class FaultsRun:
                 remains=remains,
                 skipped=machine.skipped,
                 crashed=crashed,
+                complaints=machine.complaints,
                 without=self._without,
             )
         )

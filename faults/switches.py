@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-# clock offset, stalls, raises, babbles, holds blocks, refuses pulls; written by the process: tasks, longest pause
-_FORMAT = struct.Struct("<dqqqqqqd")
+# clock offset, stalls, raises, babbles, holds blocks, refuses pulls; the process writes: tasks, longest pause, weights
+_FORMAT = struct.Struct("<dqqqqqqdq")
 _REPORTED = struct.Struct("<qd")
-_REPORTED_AT = _FORMAT.size - _REPORTED.size
+_REPORTED_AT = _FORMAT.size - _REPORTED.size - 8
+_WEIGHTS_AT = _FORMAT.size - 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Orders:
     """Say what a process has to do wrong."""
 
     clock_offset_s: float = 0.0
-    stalls: bool = False  # the engine makes no step
+    stalls: int = 0  # id of the process whose engine makes no step; one that is started after it works; 0: none
     raises: int = 0  # how often the engine has been told to raise, since the run began
     babbles: bool = False  # answers get tokens after their end
     holds_blocks: bool = False  # all free blocks are taken
@@ -42,8 +43,8 @@ class Switches:
         return cls(path, is_new=True)
 
     def read(self) -> Orders:
-        offset_s, stalls, raises, babbles, holds, fails, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
-        return Orders(offset_s, bool(stalls), raises, bool(babbles), bool(holds), bool(fails))
+        offset_s, stalls, raises, babbles, holds, fails, _, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
+        return Orders(offset_s, stalls, raises, bool(babbles), bool(holds), bool(fails))
 
     def write(self, orders: Orders) -> None:
         self._map[:_REPORTED_AT] = _FORMAT.pack(
@@ -55,6 +56,7 @@ class Switches:
             orders.fails_pulls,
             0,
             0.0,
+            0,
         )[:_REPORTED_AT]
 
     @property
@@ -69,6 +71,14 @@ class Switches:
 
     def report(self, tasks: int, gc_pause_ms: float) -> None:
         _REPORTED.pack_into(self._map, _REPORTED_AT, tasks, gc_pause_ms)
+
+    @property
+    def weights(self) -> int:
+        """The weights that the engine of the process has read last, as in faults/weights.py."""
+        return int(struct.unpack_from("<q", self._map, _WEIGHTS_AT)[0])
+
+    def report_weights(self, weights: int) -> None:
+        struct.pack_into("<q", self._map, _WEIGHTS_AT, weights)
 
     def close(self) -> None:
         self._map.close()

@@ -33,6 +33,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...] = ()  # tokens; empty: `messages`
     messages: tuple[Mapping[str, str], ...] = ()
     tools: bool = False
+    options: tuple[str, ...] = ()  # the answer is a JSON object that holds one of these
     stream: bool = True
     choices: int = 1
     lora: str | None = None
@@ -59,6 +60,9 @@ class Ask(Struct, frozen=True, kw_only=True):
             body |= {"messages": list(self.messages), "logprobs": True, "top_logprobs": 0}
         if self.tools:
             body["tools"] = [TOOL]
+        if self.options:
+            body["response_format"] = {"type": "json_schema", "json_schema": schema_of(self.options)}
+            del body["ignore_eos"]
         if self.choices > 1:
             body |= {"n": self.choices, "temperature": 1.0}  # at 0 all are the same; the mock's are so in any case
         if self.salt:
@@ -80,6 +84,7 @@ class AskShape(Struct, frozen=True):
     mood: Mood = "usual"
     stream: bool = True
     tools: bool = False
+    guided: bool = False
     choices: int = 1
     lora: bool = False
     split: bool | None = None
@@ -98,6 +103,7 @@ SHAPES: Mapping[str, AskShape] = {
         AskShape("deadline", 1, (8, 200), (40, 160), mood="hurried"),
         AskShape("tools", 1, (0, 0), (10, 40), tools=True),
         AskShape("chat", 1, (0, 0), (10, 60)),
+        AskShape("guided", 1, (0, 0), (60, 60), guided=True),
         AskShape("choices", 1, (8, 80), (10, 40), choices=2),
         AskShape("adapter", 1, (8, 200), (10, 60), lora=True),
     )
@@ -128,6 +134,7 @@ def ask(
         prompt=_prompt_of(shape, draw),
         messages=chat(draw.randrange(CHATS)) if is_chat else (),
         tools=shape.tools,
+        options=_options(draw) if shape.guided else (),
         stream=shape.stream,
         choices=shape.choices,
         lora=draw.choice(LORAS) if shape.lora else None,
@@ -160,6 +167,20 @@ def real_ask(number: int) -> Ask:
     return Ask(
         number=-1000 - number, shape="torch", frontend=0, max_tokens=REAL_TOKENS, prompt=prompt, model=REAL_MODEL
     )
+
+
+OPTION = "option"
+
+
+def _options(draw: random.Random) -> tuple[str, ...]:
+    """Return what a guided answer may hold. They are new for each request: no worker has compiled them before."""
+    return tuple(f"{word} {draw.randrange(1_000_000)}" for word in draw.sample(WORDS, 3))
+
+
+def schema_of(options: Sequence[str]) -> Mapping[str, Any]:
+    properties = {OPTION: {"type": "string", "enum": list(options)}}
+    schema = {"type": "object", "properties": properties, "required": [OPTION], "additionalProperties": False}
+    return {"name": OPTION, "strict": True, "schema": schema}
 
 
 CHATS = 8  # whose tokens a run asks for before its first fault

@@ -139,7 +139,9 @@ def show(report: FaultsReport, console: Console) -> None:
     console.print(table)
     for kind, reason in report.skipped.items():
         console.print(f"skipped: {kind}: {reason}")
-    names = ("hung", "empty_200", "wrong_tokens", "truncated", "leaked", "diverged", "crashed")
+    names = (
+        "hung", "empty_200", "wrong_tokens", "refused", "truncated", "leaked", "diverged", "crashed", "failed_checks",
+    )  # fmt: skip
     console.print(", ".join(f"{name} {getattr(report, name)}" for name in names))
     console.print(
         f"{report.errors_reported} errors reported {dict(report.error_codes)}, {report.migrated} streams migrated; "

@@ -231,9 +231,13 @@ def check_hosts(folder: Path, seed: int, tell: Tell) -> Measured:
     return measured
 
 
-def left_in_shared_memory(before: set[str]) -> list[str]:
-    """Return what is new in /dev/shm and used by no process that lives."""
-    new = {name for name in os.listdir("/dev/shm") if name not in before} if os.path.isdir("/dev/shm") else set()
+def left_in_shared_memory(before: set[str], *, is_private: bool = False) -> list[str]:
+    """Return what is new in /dev/shm and used by no process that lives.
+
+    A semaphore counts in a private /dev/shm alone: its name does not say which program has left it.
+    """
+    there = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    new = {name for name in there if name not in before and (is_private or not name.startswith("sem."))}
     if not new:
         return []
     used = set[str]()

@@ -4,7 +4,8 @@ Calls block their thread and nobody else: obstore waits outside Python. Credenti
 """
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from protocol.errors import ConfigError
 T = TypeVar("T")
 
 RETRIES = 2
+LISTING_S = 60.0  # a server may have another page for ever
+MOST_LISTED = 1_000_000  # objects of one listing, 200 bytes each
 SAID_OF_ERROR = 300  # characters
 
 
@@ -58,12 +61,7 @@ class S3Objects:
 
     def listing(self, folder: str) -> list[StoredObject]:
         def work() -> list[StoredObject]:
-            chunks = obstore.list(self._store, prefix=folder or None)
-            return [
-                StoredObject(one["path"], one["size"], one["last_modified"].timestamp())
-                for chunk in chunks
-                for one in chunk
-            ]
+            return _listed(obstore.list(self._store, prefix=folder or None), time.monotonic() + LISTING_S)
 
         return _asked(work, "listed")
 
@@ -114,6 +112,19 @@ class S3Objects:
 
     def close(self) -> None:
         """Do nothing: connections end with the store."""
+
+
+def _listed(pages: Iterable[Sequence[Any]], until_s: float) -> list[StoredObject]:
+    """Return the objects of all pages. Raise TierIoError for more than a listing may have."""
+    found: list[StoredObject] = []
+    for page in pages:
+        found += [StoredObject(one["path"], one["size"], one["last_modified"].timestamp()) for one in page]
+        if len(found) > MOST_LISTED or time.monotonic() > until_s:
+            raise TierIoError(
+                f"shared storage cannot be listed: no end after {len(found)} objects",
+                hint="give kvmesh a bucket of its own",
+            )
+    return found
 
 
 def _asked(work: Callable[[], T], what: str) -> T:

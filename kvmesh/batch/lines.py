@@ -1,7 +1,9 @@
 """Read OpenAI's batch format: one request per line in, one result per line out. Pure, apart from reading the file."""
 
 import hashlib
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,7 +109,7 @@ def check_input(path: Path, model: str) -> list[BatchEntry]:
     entries: list[BatchEntry] = []
     problems: list[str] = []
     seen: dict[str, int] = {}
-    with open_input(path) as file:
+    with open_input(path) as file, told_if_unreadable(path):
         for number, offset, line in numbered_lines(file):
             try:
                 request = read_request(line, model)
@@ -130,10 +132,26 @@ def problems_of(path: Path, problems: Sequence[str]) -> str:
 
 
 def open_input(path: Path) -> BinaryIO:
+    """Open a regular file: requests are read again at their places, and a pipe or device may have no end."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"{path} is no regular file", hint="name a file of requests")
         return path.open("rb")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="name a file of requests") from error
+        raise unreadable(path, error) from error
+
+
+@contextmanager
+def told_if_unreadable(path: Path) -> Iterator[None]:
+    """Raise ConfigError for a file that cannot be read to its end."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot read {path}: {error.strerror}", hint="name a file of requests")
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:

@@ -7,7 +7,9 @@ import sys
 import tempfile
 from typing import Any
 
-MUST_BE_ZERO = ("hung", "empty_200", "wrong_tokens", "truncated", "leaked", "diverged", "crashed")
+MUST_BE_ZERO = (
+    "hung", "empty_200", "wrong_tokens", "refused", "truncated", "leaked", "diverged", "crashed", "failed_checks",
+)  # fmt: skip
 
 
 def run_faults(*flags: str, timeout_s: float = 240.0) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from faults.clients import note_body, note_event
 from faults.oracle import Answered, Oracle, Verdict
@@ -10,6 +11,7 @@ from faults.recovery import Happened, hits_of, is_excused, percentile, recovery_
 from faults.run import unprovoked
 from faults.schedule import PlannedFault
 from faults.traffic import SHAPES, Ask, ask
+from faults.weights import ROLLED_OUT
 from protocol.errors import ConfigError
 
 ORACLE = Oracle(lambda token: f"<{token}>", {})
@@ -138,3 +140,65 @@ def test_processes_may_end_as_often_as_faults_made_them() -> None:
     ]
     assert unprovoked(lines, {"decode-0": 2}) == []
     assert unprovoked(lines, {"decode-0": 1}) == lines[1:]
+
+
+def other_answer(weights: int, count: int = 3) -> list[str]:
+    return ORACLE.right(ASK, weights)[:count]
+
+
+def judged_with_others(answer: Answered, from_s: float = 0.0, until_s: float = 9.0) -> Verdict:
+    """Judge an answer while decode-1 has other weights, and nothing but these from 1 s on."""
+    oracle = Oracle(lambda token: f"<{token}>", {})
+    served = oracle.weights.begin("decode-1", ROLLED_OUT, from_s)
+    only = oracle.weights.loaded(served, from_s + 0.5)
+    served.until_s = only.until_s = until_s
+    return oracle.judge(answer).verdict
+
+
+def test_an_answer_of_the_weights_that_its_decode_worker_has_is_right() -> None:
+    assert judged_with_others(answered(other_answer(ROLLED_OUT))) is Verdict.RIGHT
+
+
+def test_an_answer_of_weights_that_its_decode_worker_has_not_is_wrong() -> None:
+    assert judged_with_others(answered()) is Verdict.WRONG
+    elsewhere = answered(other_answer(ROLLED_OUT), trace={"decode_worker": "decode-0", "migrations": 0})
+    assert judged_with_others(elsewhere) is Verdict.WRONG
+
+
+def test_an_answer_that_begins_with_one_model_and_goes_on_with_another_is_wrong() -> None:
+    mixed = [*other_answer(ROLLED_OUT, 1), *ORACLE.right(ASK)[1:]]
+    assert judged_with_others(answered(mixed)) is Verdict.WRONG
+    migrated = answered(mixed, trace={"decode_worker": "decode-0", "migrations": 1})
+    assert judged_with_others(migrated) is Verdict.WRONG
+
+
+def test_while_weights_change_the_answer_may_be_of_either() -> None:
+    for tokens in (other_answer(ROLLED_OUT), ORACLE.right(ASK)):
+        assert judged_with_others(answered(tokens), from_s=1.2) is Verdict.RIGHT
+
+
+def test_after_the_change_back_the_answer_is_of_the_old_weights() -> None:
+    assert judged_with_others(answered(), until_s=0.9) is Verdict.RIGHT
+    assert judged_with_others(answered(other_answer(ROLLED_OUT)), until_s=0.9) is Verdict.WRONG
+
+
+def test_a_right_request_that_is_told_to_be_wrong_is_a_problem() -> None:
+    assert ORACLE.judge(answered([], status=400, error={"code": None})).verdict is Verdict.REFUSED
+    said = {"type": "invalid_request_error", "code": None}
+    assert ORACLE.judge(answered([], error=said)).verdict is Verdict.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("verdict", "text", "reason"),
+    [
+        (Verdict.RIGHT, '{"option":"fox 1"}', "stop"),
+        (Verdict.WRONG, '{"option":"fox 2"}', "stop"),
+        (Verdict.WRONG, "fox 1", "stop"),
+        (Verdict.TRUNCATED, '{"option":"fo', "length"),
+        (Verdict.EMPTY, "", "stop"),
+    ],
+)
+def test_a_guided_answer_holds_one_of_the_options(verdict: Verdict, text: str, reason: str) -> None:
+    answer = answered(list(text))
+    answer.ask, answer.finished = replace(ASK, options=("fox 1", "river 1")), {0: reason}
+    assert ORACLE.judge(answer).verdict is verdict

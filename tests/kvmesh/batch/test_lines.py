@@ -1,6 +1,7 @@
 """Tests of the batch format: which lines can be sent, and what a problem looks like."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,16 @@ def test_an_input_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(line_of("b"))
     with open_input(path) as file, pytest.raises(ConfigError, match="line 1 of the input has changed"):
         request_at(file, entry, "")
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "/dev/null"])
+def test_an_input_without_an_end_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        check_input(tmp_path / name, "")
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux alone")
+def test_a_file_that_cannot_be_read_to_its_end_is_one_error() -> None:
+    with pytest.raises(ConfigError, match="cannot read /proc/self/mem: Input/output error"):
+        check_input(Path("/proc/self/mem"), "")
