@@ -1,4 +1,4 @@
-"""The content of a step engine's KV, and the addresses that follow from it: of peers, of disks and of shared storage."""
+"""The content of a step engine's KV, and what the addresses of its blocks begin with."""
 
 from kvcache.tiers.address import model_fingerprint
 from protocol.messages import KvLayout

@@ -140,6 +140,11 @@ def _events_config(endpoints: EventEndpoints) -> str:
     )
 
 
+def adapter_paths(config: WorkerConfig) -> dict[str, str]:
+    """Return where the adapters of --loras are, by name. Raise ConfigError."""
+    return _adapters(config.loras)
+
+
 def _adapters(loras: str) -> dict[str, str]:
     adapters: dict[str, str] = {}
     for part in loras.split(","):

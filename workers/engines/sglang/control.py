@@ -5,6 +5,7 @@ from typing import Any
 
 from protocol.errors import InvalidRequestError
 from protocol.messages import Control, ControlAction
+from workers.engines.external.content import AdapterFiles, EngineContent
 from workers.engines.external.control import argument
 from workers.engines.sglang.runtime import Runtime, TokenizerManager
 
@@ -16,9 +17,9 @@ class ControlOutcome:
 
 
 async def carry_out(
-    request: Control, runtime: Runtime, manager: TokenizerManager, loras: tuple[str, ...]
+    request: Control, runtime: Runtime, manager: TokenizerManager, loras: tuple[str, ...], content: EngineContent
 ) -> ControlOutcome:
-    """Do what was asked. `loras`: the adapters that are served.
+    """Do what was asked. `loras`: the adapters that are served. `content` hears which they are.
 
     Raise InvalidRequestError for what SGLang does not do, with what it says.
     """
@@ -34,14 +35,18 @@ async def carry_out(
             name, path = argument(request, "name"), argument(request, "path")
             if name in loras:
                 raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
+            files = AdapterFiles(path)
+            await files.begin()
             loaded = await runtime.async_load_lora_adapter(lora_name=name, lora_path=path)
             _check(loaded, f"did not load adapter {name!r}", "start it with -- --enable-lora --max-lora-rank ...")
+            content.add_adapter(name, await files.loaded())
             return ControlOutcome(f"adapter {name!r} is served", (*loras, name))
         case ControlAction.UNLOAD_LORA:
             name = argument(request, "name")
             if name not in loras:
                 raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
             _check(await runtime.async_unload_lora_adapter(lora_name=name), f"did not unload adapter {name!r}", "")
+            content.remove_adapter(name)
             return ControlOutcome(f"adapter {name!r} is gone", tuple(other for other in loras if other != name))
         case ControlAction.LIST_LORAS:
             return ControlOutcome(", ".join(loras) or "no adapters", loras)

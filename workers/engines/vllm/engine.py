@@ -17,6 +17,7 @@ import msgspec
 from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, TransferError
 from protocol.events import Digest, KvEvent
 from protocol.ids import RequestId, WorkerId, new_generation
+from protocol.kv_content import PENDING
 from protocol.messages import (
     NO_LAYOUT,
     Control,
@@ -38,6 +39,7 @@ from workers.checks import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import Caching, EngineInfo, EngineLoad
 from workers.engines.external.cache import RankCache
+from workers.engines.external.content import AdapterFiles, EngineContent
 from workers.engines.external.control import argument
 from workers.engines.external.life import EngineLife
 from workers.engines.external.ports import free_ports
@@ -60,6 +62,7 @@ from workers.engines.vllm.translate import (
     whole,
     write_ticket,
 )
+from workers.loaded_content import KvContent
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
 
 log = logging.getLogger(__name__)
@@ -96,18 +99,22 @@ class VllmEngine:
         self._offers: dict[int, _StandingOffer] = {}
         self._next_offer = 1
         self._loaded: dict[str, LoadedAdapter] = {}
-        self._known_paths: dict[str, str] = {}  # of all adapters that ever were here, by name
-        self._is_asleep = False
+        self._known_adapters: dict[str, str] = {}  # fingerprints of all adapters that ever were here, by name
+        self._content = EngineContent(config.model_path, has_weights=not config.random_weights)
+        self._adapter_number = 0  # of the one that was loaded last: vLLM knows adapters by their numbers too
+        self._slept_level = 0  # 0: it is awake
         self._life = EngineLife()
 
     # --- its life -------------------------------------------------------------------------------------
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         self._life.begin(worker_id, address)
+        await self._content.begin()
         self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
         driver = self._driver = await self._starting.result()
         await driver.prepare()
         facts = driver.facts
+        await self._content.loaded(facts.kv_settings)
         for cache in self._caches:
             cache.begin(facts.block_size)
         if self._plan.tells_events:
@@ -161,6 +168,7 @@ class VllmEngine:
     async def stop(self) -> None:
         if not self._life.stop():  # it ends all waits: vLLM would leave them waiting
             return
+        self._content.close()
         for offer in self._offers.values():
             offer.expiry.cancel()
         if self._feed is not None:
@@ -227,6 +235,7 @@ class VllmEngine:
         try:
             if not self._plan.transfer or request.ticket.backend != TRANSFER:
                 raise TransferError(f"a ticket of {request.ticket.backend!r}, this worker pulls by {TRANSFER!r}")
+            self._content.check(request)
             question = pulling(request, request.ticket, facts.block_size, facts.context_tokens)
         except TransferError as error:
             return self._computed_here(request, whole(request, facts.context_tokens), str(error))
@@ -287,7 +296,7 @@ class VllmEngine:
         if self._life.info is None and not self._life.is_stopping:
             raise DrainingError("this worker is still starting")
         self.check_health()
-        if self._is_asleep:
+        if self._slept_level:
             raise DrainingError("this worker was put to sleep", hint="wake it by the control call `wake`")
         return self._life.check()
 
@@ -350,6 +359,9 @@ class VllmEngine:
     def kv_digest(self) -> Digest:
         return self._caches[0].kv_digest()
 
+    def kv_content(self) -> KvContent:
+        return self._content.kv_content()
+
     # --- what operators ask ---------------------------------------------------------------------------
 
     async def control(self, request: Control) -> ControlReply:
@@ -371,12 +383,11 @@ class VllmEngine:
                 return "the prefix cache is empty"
             case ControlAction.SLEEP:
                 level = _level(request.arguments)
-                self._is_asleep = True
+                self._slept_level = level
                 await driver.sleep(level)
                 return f"asleep at level {level}"
             case ControlAction.WAKE:
-                await driver.wake()
-                self._is_asleep = False
+                await self._wake(driver)
                 return "awake"
             case ControlAction.START_PROFILE | ControlAction.STOP_PROFILE:
                 starts = request.action is ControlAction.START_PROFILE
@@ -391,6 +402,7 @@ class VllmEngine:
                 adapter = self._loaded.pop(name, None)
                 if adapter is None:
                     raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
+                self._content.remove_adapter(name)
                 await driver.remove_adapter(adapter)
                 return f"adapter {name!r} is gone"
             case ControlAction.LIST_LORAS:
@@ -398,26 +410,36 @@ class VllmEngine:
             case _:
                 raise InvalidRequestError(f"vLLM does not {request.action.value}", hint="the worker itself may")
 
+    async def _wake(self, driver: Driver) -> None:
+        """Wake vLLM. After level 1 the weights come from host memory, after level 2 not: they have to be read again."""
+        if self._slept_level > 1:
+            await self._content.begin()
+        await driver.wake()
+        if self._slept_level > 1:
+            await self._content.loaded(driver.facts.kv_settings)
+        self._slept_level = 0
+
     async def _load_adapter(self, name: str, path: str) -> None:
         """Load an adapter. vLLM's engine dies of a request whose adapter it cannot load, so only loaded ones are
         served.
 
-        Its cache knows adapters by name, so a name stands for one adapter for as long as the worker lives.
+        Its cache knows adapters by name, so a name stands for the same weights for as long as the worker lives.
         """
         if name == self._name or name in self._loaded:
             raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
-        if self._known_paths.setdefault(name, path) != path:
+        self._adapter_number += 1
+        adapter, files = LoadedAdapter(name, self._adapter_number, path), AdapterFiles(path)
+        await files.begin()
+        await self._started.add_adapter(adapter)
+        fingerprint = await files.loaded()
+        if self._known_adapters.setdefault(name, fingerprint) != fingerprint or fingerprint == PENDING:
+            await self._started.remove_adapter(adapter)
             raise InvalidRequestError(
                 f"{name!r} was another adapter before, whose KV is still cached",
                 hint="choose another name",
                 param="name",
             )
-        adapter = LoadedAdapter(name, 1 + list(self._known_paths).index(name), path)
-        try:
-            await self._started.add_adapter(adapter)
-        except InvalidRequestError:
-            del self._known_paths[name]
-            raise
+        self._content.add_adapter(name, fingerprint)
         self._loaded[name] = adapter
 
     def _adapter(self, name: str | None) -> LoadedAdapter | None:
