@@ -165,36 +165,27 @@ def test_a_prefill_worker_with_other_weights_gives_no_kv(mesh: Asking, models: M
     assert mesh.services.metric(mesh.frontend, "kvmesh_router_unpaired_total") >= len(PROMPTS)
 
 
-def test_equal_weights_in_another_folder_are_paired(mesh: Asking, models: Models, tmp_path: Path) -> None:
-    shutil.copytree(CHECKPOINT_DIR, tmp_path / "copy")
-    mesh.until_ready(mesh.start("decode"), mesh.start("prefill", model_path=tmp_path / "copy"))
-    tokens, trace = mesh.ask(PROMPTS[0], disaggregate=True)
-    assert tokens == models.answers[0]
-    assert (trace["prefill_worker"], trace["pull_error"] or "") == ("prefill", "")
-    assert mesh.services.metric("decode", "kvmesh_worker_kv_pulled_bytes_total") > 0
-    assert mesh.services.metric(mesh.frontend, "kvmesh_router_unknown_pairs_total") == 0
-
-
 def test_weights_changed_in_place_use_no_old_kv_after_a_sleep(mesh: Asking, models: Models, tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINT_DIR, tmp_path / "mine")
-    flags = ("--kv-peers=true",)
-    mesh.until_ready(
-        mesh.start("aggregated", *flags, name="one"),
-        mesh.start("aggregated", *flags, name="two", model_path=tmp_path / "mine"),
-    )
-    before = mesh.card("two")
-    assert before.content_fingerprint == mesh.card("one").content_fingerprint not in ("", PENDING)
-    assert before.kv_print == mesh.card("one").kv_print != ""
-    for prompt, expected in zip(PROMPTS, models.answers, strict=True):
-        assert mesh.ask(prompt, "one")[0] == expected
-    mesh.control("two", ControlAction.SLEEP)
+    mesh.until_ready(mesh.start("prefill"), mesh.start("decode", model_path=tmp_path / "mine"))
+    before = mesh.card("decode")
+    assert before.content_fingerprint == mesh.card("prefill").content_fingerprint not in ("", PENDING)
+    tokens, trace = mesh.ask(FRESH, disaggregate=True)
+    assert (trace["prefill_worker"], trace["pull_error"] or "") == ("prefill", "")
+    assert (pulled := mesh.services.metric("decode", "kvmesh_worker_kv_pulled_bytes_total")) > 0
+    assert mesh.services.metric(mesh.frontend, "kvmesh_router_unknown_pairs_total") == 0
+    mesh.control("decode", ControlAction.SLEEP)
     overwrite(tmp_path / "mine")
-    mesh.control("two", ControlAction.WAKE)
-    assert mesh.card("two").content_fingerprint not in (before.content_fingerprint, "", PENDING)
-    mesh.services.until_joined(mesh.frontend, 2)
+    mesh.control("decode", ControlAction.WAKE)
+    other = [token + 1 for token in FRESH]
+    until(lambda: "cannot take KV" in mesh.why(other), what="the router to hear of the other weights")
     for prompt, expected in zip(PROMPTS, models.other_answers, strict=True):
-        assert mesh.ask(prompt, "two")[0] == expected
-    assert mesh.services.metric("two", "kvmesh_worker_kv_pulled_bytes_total") == 0
+        assert mesh.ask(prompt, disaggregate=True)[0] == expected
+    assert mesh.ask(FRESH, disaggregate=True)[0] != tokens
+    assert mesh.services.metric("decode", "kvmesh_worker_kv_pulled_bytes_total") == pulled
+    after = mesh.card("decode")
+    assert after.content_fingerprint not in (before.content_fingerprint, "", PENDING)
+    assert after.kv_print not in (before.kv_print, "")
 
 
 def test_shared_storage_has_no_kv_of_other_weights(mesh: Asking, models: Models, tmp_path: Path) -> None:
