@@ -52,7 +52,7 @@ class KnowsContent(Protocol):
 
 
 class LoadedContent:
-    """The fingerprint of what one load read: `begin` before it, `loaded` after it. Both block for milliseconds."""
+    """Fingerprints what one load read: call `begin` before it, `loaded` after it. Both block for milliseconds."""
 
     def __init__(self, place: str | Path, *, has_weights: bool = True) -> None:
         """Take the folder, or the file, of a model or an adapter."""

@@ -9,7 +9,7 @@ PRINT_CHARS = 32  # of the fingerprint of a worker's KV, in hex, on its card
 
 
 class StepContent:
-    """What one step engine has loaded. `begin` before the load, `loaded` after it."""
+    """Tracks what one step engine has loaded: call `begin` before the load, `loaded` after it."""
 
     def __init__(self, model: str, model_path: str, *, has_weights: bool, shares_prefixes: bool) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""What the KV of an engine of another package is computed with: its model, its settings and its adapters."""
+"""Track what engines of other packages compute KV with: the model, its settings and the adapters."""
 
 import asyncio
 from pathlib import Path
@@ -56,7 +56,7 @@ class EngineContent:
 
 
 class ServerContent:
-    """What the KV of a server that runs already is computed with: known where its model's folder is here."""
+    """Tracks what an attached server computes KV with, where the folder of its model is on this host."""
 
     def __init__(self) -> None:
         self._model: LoadedContent | None = None
@@ -82,7 +82,7 @@ class ServerContent:
 
 
 class AdapterFiles:
-    """The files of one adapter while it is loaded: `begin` before, `loaded` after."""
+    """Hashes the files of one adapter while it is loaded: call `begin` before that, `loaded` after it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
