@@ -19,6 +19,7 @@ from protocol.card_checks import problem_of
 from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
+from protocol.kv_content import UNKNOWN
 from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode, decode_card
 from protocol.model_files import fingerprint
 from protocol.version import VersionError
@@ -222,6 +223,13 @@ class WorkerFeed:
         if card.worker_id not in self._told:  # a card that tells new figures is no news
             self._told.add(card.worker_id)
             log.info("worker joined", extra={"worker": card.worker_id, "role": card.role.value, "model": card.model})
+            if card.transfer and card.content_fingerprint == UNKNOWN:
+                log.warning(
+                    "worker %s does not say with which weights its KV is computed, and may exchange it with any worker "
+                    "of %s: it is of an older release, or attached; keep the weights of both equal",
+                    card.worker_id,
+                    card.model,
+                )
         for joined in self._joined:
             joined(card)
 

@@ -21,6 +21,7 @@ REASONS = {
 UNKNOWN_PAIRS = "unknown_pairs"  # are counted
 MOST_NAMED = 4  # workers in an explanation
 
+
 def why_apart(prefill: WorkerCard, decode: WorkerCard, lora: str | None) -> str:
     """Return why KV must not move from one worker to the other, one of REASONS; "" if it may."""
     if not prefill.transfer or prefill.transfer != decode.transfer:

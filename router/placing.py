@@ -365,7 +365,9 @@ def _paired(prefill: LegChoice, whole: LegChoice, reason: str, view: RequestView
     if not compatible and apart is not None:
         problem, pinned = apart.problem, view.request.pin_prefill
         if pinned is not None:
-            raise NoWorkerError(f"{problem} from {pinned!r}", hint="start both with one --kv-transfer and equal weights")
+            raise NoWorkerError(
+                f"{problem} from {pinned!r}", hint="start both with one --kv-transfer and equal weights"
+            )
         return PlacementPlan(whole, whole, problem, view, apart)
     decode = _choose_leg("decode", compatible, view)
     if decode.is_full and not whole.is_full and not _wish(view.request):

@@ -73,7 +73,9 @@ class SimFleet:
         stack = None if tiers is None else tiers.stack
         peers = None
         if config.peers:  # addresses are compared by nobody here: equal names are equal blocks
-            peers = PeerPrefixes(pool, lambda: b"simulated", config.block_size, None if stack is None else stack.compute)
+            peers = PeerPrefixes(
+                pool, lambda: b"simulated", config.block_size, None if stack is None else stack.compute
+            )
         scheduler = Scheduler(pool, limits, (), stack, peers)
         timing = self._timings[role is Role.PREFILL]
         card = self._card(f"w{number:05d}", role)

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -20,12 +21,19 @@ import msgspec
 from protocol.errors import kind_of
 from protocol.kv_content import PENDING, UNKNOWN, content_of
 from protocol.messages import Delta
-from workers.weights_hash import FileState, StoppedError, WeightsHasher, cache_folder, content_files, run_in_thread
+from workers.weights_hash import (
+    FileState,
+    StoppedError,
+    WeightsHasher,
+    cache_folder,
+    content_files,
+    files_digest,
+    run_in_thread,
+)
 
 log = logging.getLogger(__name__)
 
 QUICK_BYTES = 64 << 20  # are hashed before loading: that takes no time
-POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class KnowsContent(Protocol):
 
 
 class LoadedContent:
-    """The fingerprint of what one load read: `begin` before it, `loaded` after it. Both block for milliseconds."""
+    """Fingerprints what one load read: call `begin` before it, `loaded` after it. Both block for milliseconds."""
 
     def __init__(self, place: str | Path, *, has_weights: bool = True) -> None:
         """Take the folder, or the file, of a model or an adapter."""
@@ -63,17 +71,21 @@ class LoadedContent:
         self._lock = threading.Lock()
         self._files: bytes | None = None  # the hash of all files
         self._settings: str | None = None
-        self._result: bytes | None = None  # b"": it cannot be known
+        self._end: Future[bytes] = Future()  # b"": it cannot be known
 
     @property
     def fingerprint(self) -> str:
         """Return the fingerprint, or PENDING: also where it cannot be known, since the weights may be any."""
-        return self._result.hex() if self._result else PENDING
+        return self.digest.hex() or PENDING
+
+    @property
+    def has_files(self) -> bool:
+        return bool(self._before)
 
     @property
     def digest(self) -> bytes:
         """Return the fingerprint as bytes; b"" while it is not known."""
-        return self._result or b""
+        return self._end.result() if self._end.done() else b""
 
     def begin(self) -> None:
         """Note the files as they are before they are read, and begin to hash them."""
@@ -100,9 +112,7 @@ class LoadedContent:
 
     async def wait(self) -> bytes:
         """Wait until the fingerprint is known, and return it; b"" if it cannot be known."""
-        while self._result is None:
-            await asyncio.sleep(POLL_S)
-        return self._result
+        return await asyncio.shield(asyncio.wrap_future(self._end))
 
     def close(self) -> None:
         """Hash no more. A second call does nothing."""
@@ -110,11 +120,8 @@ class LoadedContent:
             self._hasher.close()
 
     def _hash(self, hasher: WeightsHasher) -> None:
-        digest = blake2b(digest_size=16)
         try:
-            for file in self._before:
-                digest.update(f"{Path(file.path).name}\0{file.size}\0".encode(errors="surrogateescape"))
-                digest.update(hasher.digest(file))
+            digest = files_digest(self._before, hasher)
         except StoppedError:
             return
         except OSError as error:
@@ -125,15 +132,15 @@ class LoadedContent:
             self._give_up(kind_of(error))
             return
         with self._lock:
-            self._files = digest.digest()
+            self._files = digest
         self._finish()
 
     def _finish(self) -> None:
         """Decide, once the files are hashed and loaded."""
         with self._lock:
             files, settings = self._files, self._settings
-            if files is None or settings is None or self._result is not None:
-                return
+        if files is None or settings is None:
+            return
         try:
             after = content_files(self._place, has_weights=self._has_weights)
         except OSError as error:
@@ -142,11 +149,16 @@ class LoadedContent:
         if after != self._before:
             self._give_up("they changed while they were loaded or hashed")
             return
-        self._result = blake2b(f"1 {files.hex()} {settings}".encode(), digest_size=16).digest()
-        log.info("the content of KV is known", extra={"content": self.fingerprint})
+        self._decide(blake2b(f"1 {files.hex()} {settings}".encode(), digest_size=16).digest())
+
+    def _decide(self, digest: bytes) -> None:
+        """Keep the first decision: two threads may come to it."""
+        with self._lock:
+            if not self._end.done():
+                self._end.set_result(digest)
 
     def _give_up(self, why: str) -> None:
-        self._result = b""
+        self._decide(b"")
         log.error(
             "the weights of %s are not known: %s; this worker exchanges no KV until it starts or wakes again",
             self._place,

@@ -137,7 +137,7 @@ class SleepableEngine:
         return TierReport if self._engine is None else self._engine.tier_report
 
     def kv_content(self) -> KvContent:
-        """Return the content of the KV; that of an engine which sleeps is not known: files may change until it wakes."""
+        """Return the content of the KV. Asleep it is not known: files may change until the engine wakes."""
         return NOT_YET if self._engine is None else self._engine.kv_content()
 
     def times(self, request_id: RequestId) -> WorkerTimes | None:

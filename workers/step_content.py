@@ -1,4 +1,4 @@
-"""The content of a step engine's KV, and the addresses that follow from it: of peers, of disks and of shared storage."""
+"""The content of a step engine's KV, and what the addresses of its blocks begin with."""
 
 from kvcache.tiers.address import model_fingerprint
 from protocol.messages import KvLayout
@@ -9,7 +9,7 @@ PRINT_CHARS = 32  # of the fingerprint of a worker's KV, in hex, on its card
 
 
 class StepContent:
-    """What one step engine has loaded. `begin` before the load, `loaded` after it."""
+    """Tracks what one step engine has loaded: call `begin` before the load, `loaded` after it."""
 
     def __init__(self, model: str, model_path: str, *, has_weights: bool, shares_prefixes: bool) -> None:
         self._model = model

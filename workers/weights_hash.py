@@ -236,6 +236,15 @@ class WeightsHasher:
                 fresh.unlink()
 
 
+def files_digest(files: Sequence[FileState], hasher: WeightsHasher) -> bytes:
+    """Return the hash of all files with their names. Raise OSError, ChangedError, StoppedError."""
+    digest = blake2b(digest_size=_HASH_BYTES)
+    for file in files:
+        digest.update(f"{Path(file.path).name}\0{file.size}\0".encode(errors="surrogateescape"))
+        digest.update(hasher.digest(file))
+    return digest.digest()
+
+
 def run_in_thread(work: Callable[[], object], name: str) -> Future[object]:
     """Run `work` in a thread that does not keep the process alive: a read from dead storage never returns."""
     done: Future[object] = Future()

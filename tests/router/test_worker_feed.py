@@ -161,3 +161,18 @@ async def test_a_resting_worker_that_ends_is_forgotten(site: Site) -> None:
     await site.until(lambda: not site.present)
     await resting.withdraw()
     await site.until(lambda: not site.feed.resting)
+
+
+async def test_the_log_names_each_worker_once_that_does_not_say_its_weights(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    def named(worker_id: str) -> int:
+        return sum(f"worker {worker_id} does not say with which weights" in text for text in caplog.messages)
+
+    known = replace(site.card, worker_id=WorkerId("known"), address="known:1", content_fingerprint="abc")
+    old = replace(site.card, worker_id=WorkerId("old"), address="old:1")
+    cards = [replace(old, capacity=speed) for speed in (1.0, 2.0)]
+    for one in (*cards, known):
+        await site.discovery.put(f"workers/{one.worker_id}", encode(one))
+        await site.until(lambda one=one: site.present.get(one.worker_id) == one)
+    assert (named("old"), named("known")) == (1, 0)

@@ -61,13 +61,21 @@ class Services:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, Path] = {}
 
-    def start(self, role: str, release: Release, *flags: str, name: str = "", model_path: Path = CHECKPOINT_DIR) -> str:
+    def start(
+        self,
+        role: str,
+        release: Release,
+        *flags: str,
+        name: str = "",
+        model_path: Path = CHECKPOINT_DIR,
+        engine: Sequence[str] = WORKER_FLAGS,
+    ) -> str:
         """Start a service and return its name. It is not waited for."""
         name = name or f"{role}-{release.name}"
         module = role if role in ("frontend", "router") else "workers"
         given = ("--discovery", self.discovery, "--name", name, *flags)
         if module == "workers":
-            given += ("--role", role, "--model-path", str(model_path), *WORKER_FLAGS)
+            given += ("--role", role, "--model-path", str(model_path), *engine)
         elif module == "frontend":
             given += ("--port", "0")
         path = self._logs[name] = self._folder / f"{name}.{len(self._logs)}.log"

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import msgspec
+import pytest
 import pytest_asyncio
 
 from kvcache.transfer.shm import ShmBackend
 from protocol.ids import RequestId, new_worker_id
-from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from protocol.kv_content import PENDING
+from protocol.messages import Delta, GenerateRequest, PullReport, SamplingParams, StopConditions, pack_tokens
 from tests.support.patience import PATIENCE_S
 from tests.support.transfer import HangingBackend
 from workers.engines.mock.executor import MockExecutor, mock_token
@@ -152,3 +154,30 @@ async def test_a_late_pull_from_a_peer_that_does_not_answer_is_given_up() -> Non
     pair.transfer.go_on.set()
     await all_free(pair.decoder)
     await pair.stop()
+
+
+async def pulled(pair: Pair, content: str) -> PullReport:
+    """Return how the pull of a ticket with this content ended. The answer must be right."""
+    pair.transfer.go_on.set()
+    leg = await pair.decode_leg()
+    assert leg.ticket is not None
+    ticket = msgspec.structs.replace(leg.ticket, content=content)
+    deltas = [delta async for delta in pair.decoder.generate(msgspec.structs.replace(leg, ticket=ticket))]
+    assert tokens(deltas) == [mock_token(PROMPT, i, 2048) for i in range(1, 6)]
+    assert deltas[0].pull is not None
+    return deltas[0].pull
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [("of other weights", "of another content"), (PENDING, "not hashed yet: it exchanges no KV")]
+)
+async def test_kv_of_other_weights_is_not_pulled(patient: Pair, content: str, why: str) -> None:
+    report = await pulled(patient, content)
+    assert report.num_bytes == 0
+    assert why in report.error
+
+
+async def test_kv_of_equal_weights_is_pulled(patient: Pair) -> None:
+    report = await pulled(patient, patient.prefiller.kv_content().fingerprint)
+    assert report.error == ""
+    assert report.num_bytes > 0

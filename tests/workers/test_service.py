@@ -14,6 +14,7 @@ from mesh.config import load
 from mesh.lifecycle import unless_stopped
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.ids import RequestId, WorkerId
+from protocol.kv_content import PENDING
 from protocol.messages import (
     Delta,
     Embedding,
@@ -23,6 +24,7 @@ from protocol.messages import (
     Role,
     SamplingParams,
     StopConditions,
+    Ticket,
     WorkerCard,
     decode,
     encode,
@@ -35,6 +37,7 @@ from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo
 from workers.engines.mock.answers import mock_token, mock_vector
 from workers.engines.opening import open_engine
+from workers.loaded_content import KnowsContent, with_ticket_content
 from workers.membership import make_card
 from workers.metrics import forget_load, watch_load
 from workers.names import with_name
@@ -283,3 +286,34 @@ async def test_a_start_that_is_cancelled_gives_the_engine_up_too() -> None:
     await asyncio.wait({task})
     assert task.cancelled()
     assert engine.was_given_up
+
+
+async def test_tickets_say_what_their_kv_was_computed_with(engine: Engine) -> None:
+    worker = await ready(engine, Role.PREFILL)
+    assert isinstance(engine, KnowsContent)
+    call: Any = Call(question(offer_kv=True))
+    await worker.generate(call)
+    [delta] = call.sent
+    assert delta.ticket.content == engine.kv_content().fingerprint
+    assert len(delta.ticket.content) == 32
+
+
+def test_an_adapter_replaced_during_a_prefill_leaves_no_usable_ticket() -> None:
+    ticket = Ticket(offer_id=1, worker_id=WorkerId("w"), address="", backend="shm", nonce=1)
+    delta = with_ticket_content(Delta(ticket=ticket), "before", "now")
+    assert delta.ticket is not None
+    assert delta.ticket.content == PENDING
+    assert with_ticket_content(Delta(), "before", "now") == Delta()
+
+
+async def test_the_card_is_written_again_when_the_weights_are_known(engine: Engine) -> None:
+    worker = await ready(engine)
+    place: Any = worker._place
+    assert isinstance(engine, KnowsContent)
+    await worker.tell_content()
+    [info] = place.infos
+    assert info.content_fingerprint == engine.kv_content().fingerprint
+    assert info.kv_print == engine.kv_content().kv_print != ""
+    place.content = engine.kv_content()
+    await worker.tell_content()
+    assert len(place.infos) == 1

@@ -16,6 +16,7 @@ from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequ
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import hash_seed, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
+from protocol.kv_content import PENDING
 from protocol.messages import (
     Control,
     ControlAction,
@@ -345,6 +346,51 @@ async def test_an_adapter_that_cannot_be_loaded_is_never_asked_for(start: Start,
         await run(running.engine, ask(lora="poet"))
 
 
+async def test_the_card_tells_adapters_of_one_name_apart(start: Start, tmp_path: Path) -> None:
+    found = []
+    for weights in (b"one", b"one", b"two"):
+        engine = (await start()).engine
+        path = write_adapter(tmp_path / "poet", weights)
+        await engine.control(control(ControlAction.LOAD_LORA, name="poet", path=path))
+        found.append(engine.kv_content())
+    assert found[0] == found[1]
+    assert found[0].of("poet") != found[2].of("poet")
+    assert found[0].of(None) == found[2].of(None) not in ("", PENDING)
+    await engine.control(control(ControlAction.UNLOAD_LORA, name="poet"))
+    assert engine.kv_content().adapters == ()
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+async def test_weights_are_read_again_after_a_deep_sleep_alone(start: Start, tmp_path: Path, level: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    engine = (await start(model_path=str(tmp_path))).engine
+    before = engine.kv_content().fingerprint
+    await engine.control(control(ControlAction.SLEEP, level=level))
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    await engine.control(control(ControlAction.WAKE))
+    assert (engine.kv_content().fingerprint != before) == (level == "2")
+    assert engine.kv_content().fingerprint != PENDING
+
+
+async def test_kv_of_other_weights_never_reaches_vllm(start: Start, tmp_path: Path) -> None:
+    tickets = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(name)
+        prefill = await start(role="prefill", model_path=str(folder))
+        [first] = await run(prefill.engine, ask(6, offer_kv=True))
+        assert first.ticket is not None
+        tickets.append(msgspec.structs.replace(first.ticket, content=prefill.engine.kv_content().of(None)))
+    decode = await start(role="decode", model_path=str(tmp_path / "one"))
+    for ticket, error in zip(tickets, ("", "offers KV of another content"), strict=True):
+        deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=ticket))
+        assert [*first.token_ids, *tokens(deltas)] == answer_to(PROMPT, 6)
+        assert deltas[0].pull is not None
+        assert error in deltas[0].pull.error
+    assert [question.kv is None for question in decode.vllm.asked] == [False, True]
+
+
 async def test_vllm_knows_an_adapter_by_its_content(start: Start, tmp_path: Path) -> None:
     """Other weights in the same folder and under the same name are another adapter; the same weights are the same."""
     running, folder = await start(), tmp_path / "poet"
@@ -407,9 +453,11 @@ async def test_no_kv_is_pulled_for_an_adapter_with_other_weights(start: Start, t
     await load(prefill, write_adapter(tmp_path / "poet", b"old"))
     await load(decode, write_adapter(tmp_path / "poet", b"new"))
     [first] = await run(prefill.engine, ask(6, offer_kv=True, lora="poet"))
-    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=first.ticket, lora="poet"))
+    assert first.ticket is not None
+    ticket = msgspec.structs.replace(first.ticket, content=prefill.engine.kv_content().of("poet"))
+    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=ticket, lora="poet"))
     assert deltas[0].pull is not None
-    assert "this worker has 'poet@" in deltas[0].pull.error
+    assert "offers KV of another content" in deltas[0].pull.error
     assert decode.vllm.asked[-1].kv is None
 
 

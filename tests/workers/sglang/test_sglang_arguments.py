@@ -7,7 +7,7 @@ import pytest
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from workers.config import WorkerConfig
-from workers.engines.sglang.arguments import EventEndpoints, adapter_names, argv_of, bootstrap_host, read_flags
+from workers.engines.sglang.arguments import EventEndpoints, adapter_paths, argv_of, bootstrap_host, read_flags
 
 ENDPOINTS = EventEndpoints("ipc:///run/events", "ipc:///run/replay")
 
@@ -91,7 +91,7 @@ def test_caches_experts_and_all_else_pass_through_as_given() -> None:
 
 def test_adapters_are_given_by_name_and_path() -> None:
     settings = config(loras="poet=/adapters/poet, cook=/adapters/cook")
-    assert adapter_names(settings) == ("poet", "cook")
+    assert tuple(adapter_paths(settings)) == ("poet", "cook")
     given = argv_of(settings, read_flags(settings), "served", ENDPOINTS)
     at = given.index("--lora-paths")
     assert given[at - 1 : at + 3] == ["--enable-lora", "--lora-paths", "poet=/adapters/poet", "cook=/adapters/cook"]
@@ -100,7 +100,7 @@ def test_adapters_are_given_by_name_and_path() -> None:
 @pytest.mark.parametrize("loras", ["poet", "poet=", "=/x", "poet=/x,poet=/y"])
 def test_adapters_need_a_unique_name_and_a_path(loras: str) -> None:
     with pytest.raises(ConfigError, match="name=path"):
-        adapter_names(config(loras=loras))
+        adapter_paths(config(loras=loras))
 
 
 @pytest.mark.parametrize(

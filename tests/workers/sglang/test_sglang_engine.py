@@ -6,6 +6,7 @@ import pickle
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from protocol.errors import ConfigError, EngineError, InvalidRequestError, WireE
 from protocol.events import Stored
 from protocol.hashing import hash_seed, sequence_hashes
 from protocol.ids import RequestId, new_worker_id
+from protocol.kv_content import PENDING
 from protocol.messages import (
     Control,
     ControlAction,
@@ -264,6 +266,32 @@ async def test_an_adapter_loaded_again_reuses_no_kv_and_claims_none(make: Make) 
 
 def announced(engine: SglangEngine) -> set[int]:
     return {name for event in engine.kv_snapshot() if isinstance(event, Stored) for name in event.hashes}
+
+
+async def test_an_adapter_with_other_weights_under_its_old_name_has_another_fingerprint(
+    make: Make, tmp_path: Path
+) -> None:
+    engine = await make(loras="poet=/adapters/poet")
+    found = []
+    for weights in (b"one", b"one", b"two"):
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        await told(engine, ControlAction.LOAD_LORA, name="cook", path=str(tmp_path))
+        found.append(engine.kv_content().of("cook"))
+        await told(engine, ControlAction.UNLOAD_LORA, name="cook")
+    assert found[0] == found[1] != found[2]
+    assert {found[0], engine.kv_content().of("poet"), engine.kv_content().of(None)}.isdisjoint({"", PENDING})
+
+
+async def test_kv_of_other_weights_is_refused(make: Make) -> None:
+    prefill, decode = await make(role=Role.PREFILL), await make(role=Role.DECODE)
+    async with aclosing(prefill.generate(ask(offer_kv=True))) as deltas:
+        [delta] = [delta async for delta in deltas]
+    assert delta.ticket is not None
+    assert prefill.kv_content() == decode.kv_content()
+    ticket = msgspec.structs.replace(delta.ticket, content="other")
+    with pytest.raises(EngineError, match="offers KV of another content"):
+        async with aclosing(decode.generate(ask(ticket=ticket))) as deltas:
+            await anext(deltas)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from workers.engines.attached.server import AttachedServer, EventSource, ServerL
 from workers.engines.attached.texts import read_texts
 from workers.engines.attached.translate import TOKEN_BYTES, check_honoured, embedding_body, read_vector
 from workers.engines.external.cache import RankCache
+from workers.engines.external.content import ServerContent
 from workers.engines.external.life import EngineLife
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class AttachedEngine:
         self._poll_s = poll_s
         self._registry = registry
         self._life = EngineLife()
+        self._content = ServerContent()
+        self.kv_content = self._content.kv_content
         self._cache = RankCache()  # empty for ever where no events are followed
         self._load = ServerLoad()
         self._outside = OutsideCallers()
@@ -79,6 +82,7 @@ class AttachedEngine:
         folder = model_folder(self._config, server)
         texts = None if server.kind.returns_token_ids else await asyncio.to_thread(read_texts, folder)
         server = self._server = await probe_tasks(http, server)
+        await self._content.read(server.root)
         source = event_source(self._config, server)
         info = info_of(self._config, server, folder, tells_events=source is not None)
         self._completions = Completions(http, server, texts, self._life.waits)
@@ -155,6 +159,7 @@ class AttachedEngine:
 
     async def stop(self) -> None:
         self._life.stop()
+        self._content.close()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
@@ -191,9 +196,10 @@ class AttachedEngine:
         if server.disaggregation is not None and info.transfer:
             host = urlsplit(url).hostname or ""
             return BootstrapHandover(
-                self._completions, self._life, self._config.role, host, server.disaggregation, info.transfer
-            )
-        return ParamsHandover(self._completions, self._life, url, server.model, self._config.role)
+                self._completions, self._life, self._config.role, host, server.disaggregation, info.transfer,
+                self._content,
+            )  # fmt: skip
+        return ParamsHandover(self._completions, self._life, url, server.model, self._config.role, self._content)
 
     # --- watching the server -------------------------------------------------------------------------
 

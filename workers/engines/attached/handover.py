@@ -15,6 +15,7 @@ from workers.engines.attached.completions import COMPLETIONS, Completions, as_en
 from workers.engines.attached.server import Body, Disaggregation
 from workers.engines.attached.tickets import START_HINT, params_of, ticket_of
 from workers.engines.attached.translate import ServerAnswer, delta_of, prompt_of
+from workers.engines.external.content import ServerContent
 from workers.engines.external.life import EngineLife
 from workers.engines.sglang.bootstrap import Bootstrap, bootstrap_to_decode
 from workers.engines.sglang.offers import PrefillOffers, new_room
@@ -50,12 +51,15 @@ class ParamsHandover:
     The servers agree between themselves when blocks are freed: by the pull's notification, or by the lease.
     """
 
-    def __init__(self, completions: Completions, life: EngineLife, url: str, model: str, role: Role) -> None:
+    def __init__(
+        self, completions: Completions, life: EngineLife, url: str, model: str, role: Role, content: ServerContent
+    ) -> None:
         self._completions = completions
         self._life = life
         self._url = url
         self._model = model
         self._role = role
+        self._content = content
 
     async def prove(self) -> None:
         if self._role is not Role.PREFILL:
@@ -96,6 +100,7 @@ class ParamsHandover:
         started = time.perf_counter()
         has_begun = False
         try:
+            self._content.check(request)
             params, num_blocks = params_of(ticket, len(prompt_of(request)), self._life.check().block_size)
             with_params = body | {"kv_transfer_params": params}
             async with aclosing(self._completions.deltas(with_params, request)) as deltas:
@@ -125,7 +130,14 @@ class BootstrapHandover:
     """Implements Handover as SGLang does: both servers are asked at once, and meet by themselves in a `room`."""
 
     def __init__(
-        self, completions: Completions, life: EngineLife, role: Role, host: str, told: Disaggregation, backend: str
+        self,
+        completions: Completions,
+        life: EngineLife,
+        role: Role,
+        host: str,
+        told: Disaggregation,
+        backend: str,
+        content: ServerContent,
     ) -> None:
         """The server at `host` said `told`. `backend` is that of tickets and of the worker's card."""
         self._completions = completions
@@ -134,6 +146,7 @@ class BootstrapHandover:
         self._host = host
         self._told = told
         self._backend = backend
+        self._content = content
         self._offers = PrefillOffers()
 
     async def prove(self) -> None:
@@ -153,6 +166,10 @@ class BootstrapHandover:
         return self._offers.hand_out(bootstrap, prefill, backend=self._backend, num_tokens=num_tokens, life=self._life)
 
     def answer(self, body: Body, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        try:
+            self._content.check(request)
+        except TransferError as error:
+            raise EngineError(str(error)) from error
         remedy = "attach a prefill server, or one without --role"
         bootstrap = bootstrap_to_decode(request, self._backend, remedy=remedy)
         return self._bootstrapped(body | bootstrap.kwargs, request)

@@ -100,14 +100,22 @@ def argv_of(config: WorkerConfig, flags: Flags, served_name: str, endpoints: Eve
         own.append("--skip-tokenizer-init")
     if config.role is not Role.AGGREGATED:
         own.append(f"--disaggregation-transfer-backend={flags.transfer}")
-    if adapters := _adapters(config.loras):
+    if adapters := adapter_paths(config):
         own += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
     return [*own, *flags.given]
 
 
-def adapter_names(config: WorkerConfig) -> tuple[str, ...]:
-    """Raises ConfigError for an adapter without a name or a path."""
-    return tuple(_adapters(config.loras))
+def adapter_paths(config: WorkerConfig) -> dict[str, str]:
+    """Return where the adapters of --loras are, by name. Raise ConfigError for one without a name or a path."""
+    adapters: dict[str, str] = {}
+    for part in config.loras.split(","):
+        name, _, path = (text.strip() for text in part.partition("="))
+        if not name and not path:
+            continue
+        if not name or not path or name in adapters:
+            raise ConfigError(f"--loras has {part.strip()!r}", hint="give each as name=path, with a name of its own")
+        adapters[name] = path
+    return adapters
 
 
 def bootstrap_host(config: WorkerConfig) -> str:
@@ -138,18 +146,6 @@ def _events_config(endpoints: EventEndpoints) -> str:
             "bind": True,
         }
     )
-
-
-def _adapters(loras: str) -> dict[str, str]:
-    adapters: dict[str, str] = {}
-    for part in loras.split(","):
-        name, _, path = (text.strip() for text in part.partition("="))
-        if not name and not path:
-            continue
-        if not name or not path or name in adapters:
-            raise ConfigError(f"--loras has {part.strip()!r}", hint="give each as name=path, with a name of its own")
-        adapters[name] = path
-    return adapters
 
 
 def _value(given: Sequence[str], name: str) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from protocol.errors import InvalidRequestError
 from protocol.messages import Control, ControlAction
+from workers.engines.external.content import AdapterFiles, EngineContent
 from workers.engines.external.control import argument
 from workers.engines.sglang.runtime import Runtime, TokenizerManager
 
@@ -17,9 +18,16 @@ class ControlOutcome:
 
 
 async def carry_out(
-    request: Control, runtime: Runtime, manager: TokenizerManager, loras: Mapping[str, str], number: int
+    request: Control,
+    runtime: Runtime,
+    manager: TokenizerManager,
+    loras: Mapping[str, str],
+    number: int,
+    content: EngineContent,
 ) -> ControlOutcome:
     """Do what was asked. `loras`: SGLang's name of each adapter that is served. `number` is new for each call.
+
+    `content` learns which adapters are served.
 
     Raise InvalidRequestError for what SGLang does not do, with what it says.
     """
@@ -36,8 +44,11 @@ async def carry_out(
             if name in loras:
                 raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
             engine_name = f"{name}@{number}"  # unique to one loading: KV of earlier weights has another name
+            files = AdapterFiles(path)
+            await files.begin()
             loaded = await runtime.async_load_lora_adapter(lora_name=engine_name, lora_path=path)
             _check(loaded, f"did not load adapter {name!r}", "start it with -- --enable-lora --max-lora-rank ...")
+            content.add_adapter(name, await files.loaded())
             return ControlOutcome(f"adapter {name!r} is served", {**loras, name: engine_name})
         case ControlAction.UNLOAD_LORA:
             name = argument(request, "name")
@@ -45,6 +56,7 @@ async def carry_out(
                 raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
             unloaded = await runtime.async_unload_lora_adapter(lora_name=loras[name])
             _check(unloaded, f"did not unload adapter {name!r}", "")
+            content.remove_adapter(name)
             return ControlOutcome(f"adapter {name!r} is gone", {key: loras[key] for key in loras if key != name})
         case ControlAction.LIST_LORAS:
             return ControlOutcome(", ".join(loras) or "no adapters", loras)

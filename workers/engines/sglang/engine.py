@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, WireError
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import (
@@ -41,6 +41,7 @@ from workers.checks import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
 from workers.engines.external.cache import EngineCache
+from workers.engines.external.content import AdapterFiles, EngineContent
 from workers.engines.external.launch import Launch
 from workers.engines.external.life import EngineLife
 from workers.engines.external.ports import free_ports
@@ -48,7 +49,7 @@ from workers.engines.registry import ENGINES
 from workers.engines.sglang.arguments import (
     EventEndpoints,
     Flags,
-    adapter_names,
+    adapter_paths,
     argv_of,
     bootstrap_host,
     read_flags,
@@ -65,6 +66,7 @@ from workers.engines.sglang.runtime import (
     Sglang,
     TokenizerManager,
     dead_child,
+    kv_settings,
     launch,
     load_sglang,
     outlive_failures,
@@ -93,7 +95,7 @@ class SglangEngine:
         self._served_name = served_name
         self._model_path = str(Path(config.model_path).resolve())
         self._load = load
-        self._loras: Mapping[str, str] = {name: name for name in adapter_names(config)}  # SGLang's names
+        self._loras: Mapping[str, str] = {name: name for name in adapter_paths(config)}  # SGLang's names
         self._controls = itertools.count(1)
         self._bootstrap_host = bootstrap_host(config) if config.role is Role.PREFILL else ""
         self._cleanup = ExitStack()
@@ -103,6 +105,8 @@ class SglangEngine:
         self._cache = EngineCache(config.block_size, self._flags.dp_size)
         self._subscriber: KvEventSubscriber | None = None
         self._metrics: dict[int, Metrics] = {}  # by rank
+        self._content = EngineContent(config.model_path, has_weights=not config.random_weights)
+        self.kv_content = self._content.kv_content
         self._offers = PrefillOffers()
         self._numbers = itertools.count()
 
@@ -113,8 +117,15 @@ class SglangEngine:
         argv = argv_of(self._config, self._flags, self._served_name, endpoints)
         server_args = await asyncio.to_thread(parse, sglang, argv)
         outlive_failures(asyncio.get_running_loop(), self._cleanup)
+        await self._content.begin()
+        adapters = [(name, AdapterFiles(path)) for name, path in adapter_paths(self._config).items()]
+        for _, files in adapters:
+            await files.begin()
         self._launch = Launch("SGLang", lambda: launch(sglang, server_args, is_leader=self._flags.is_leader))
         runtime = self._runtime = await self._launch.result()
+        await self._content.loaded(kv_settings(server_args))
+        for name, files in adapters:
+            self._content.add_adapter(name, await files.loaded())
         export_metrics(self._cleanup)
         if runtime.tokenizer_manager is not None:
             with signals_kept(asyncio.get_running_loop()):
@@ -185,7 +196,7 @@ class SglangEngine:
     async def control(self, request: Control) -> ControlReply:
         """Implements workers.engine.Controllable."""
         info, runtime, manager = self._ready()
-        done = await carry_out(request, runtime, manager, self._loras, next(self._controls))
+        done = await carry_out(request, runtime, manager, self._loras, next(self._controls), self._content)
         for name, engine_name in done.loras.items():
             if self._loras.get(name) != engine_name:
                 self._cache.serve_adapter(name, engine_name)
@@ -196,6 +207,7 @@ class SglangEngine:
     async def stop(self) -> None:
         if not self._life.stop():
             return
+        self._content.close()
         await self._offers.close()
         if self._subscriber is not None:
             await self._subscriber.close()
@@ -304,6 +316,10 @@ class SglangEngine:
             if request.ticket is not None:
                 raise InvalidRequestError("an aggregated SGLang worker takes no tickets", hint="set --role decode")
             return None
+        try:
+            self._content.check(request)
+        except TransferError as error:
+            raise EngineError(str(error)) from error
         remedy = "start a prefill worker, or one of --role aggregated"
         return bootstrap_to_decode(request, info.transfer, remedy=remedy)
 

@@ -1,6 +1,7 @@
 """The parts of sglang that the worker uses. Only this module imports it, and only when it is asked for."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -119,6 +120,14 @@ def total_tokens(runtime: Runtime) -> int:
     """
     infos = runtime._scheduler_init_result.scheduler_infos  # type: ignore[attr-defined]
     return int(infos[0]["max_total_num_tokens"])
+
+
+def kv_settings(server_args: Any) -> str:
+    """Return what changes the values of KV beside the model's files. How many GPUs share the work does not."""
+    names = ["dtype", "quantization", "kv_cache_dtype", "json_model_override_args"]
+    if getattr(server_args, "load_format", "") == "dummy":
+        names.append("random_seed")
+    return json.dumps({name: getattr(server_args, name, None) for name in names}, default=str)
 
 
 @contextmanager

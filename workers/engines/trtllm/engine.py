@@ -35,12 +35,22 @@ from workers.checks import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
 from workers.engines.external.cache import EngineCache
+from workers.engines.external.content import EngineContent
 from workers.engines.external.launch import Launch
 from workers.engines.external.life import EngineLife
 from workers.engines.registry import ENGINES
 from workers.engines.trtllm.arguments import prune, read_arguments
 from workers.engines.trtllm.events import RankStats, TrtllmEventReader, read_stats
-from workers.engines.trtllm.runtime import Llm, LlmResult, Trtllm, gpu_blocks, is_healthy, launch, load_trtllm
+from workers.engines.trtllm.runtime import (
+    Llm,
+    LlmResult,
+    Trtllm,
+    gpu_blocks,
+    is_healthy,
+    kv_settings,
+    launch,
+    load_trtllm,
+)
 from workers.engines.trtllm.translate import (
     BACKEND,
     ContextState,
@@ -81,6 +91,8 @@ class TrtllmEngine:
         self._cache = EngineCache(config.block_size, self._arguments.ranks)
         self._stats: dict[int, RankStats] = {}  # by rank
         self._polls: list[asyncio.Task[None]] = []
+        self._content = EngineContent(config.model_path, has_weights=not config.random_weights)
+        self.kv_content = self._content.kv_content
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         self._life.begin(worker_id, address)
@@ -90,8 +102,10 @@ class TrtllmEngine:
         if removed:
             names = ", ".join(sorted(removed))
             log.warning("TensorRT-LLM %s (%s) does not know %s", trtllm.version, self._arguments.variant, names)
+        await self._content.begin()
         self._launch = Launch("TensorRT-LLM", lambda: launch(trtllm, self._arguments, kwargs))
         self._llm = llm = await self._launch.result()
+        await self._content.loaded(kv_settings(llm))
         await self._warm_up(trtllm, llm)
         if self._arguments.tells_events:
             await self._take_events(llm)  # the first event has the size of the cache
@@ -155,6 +169,7 @@ class TrtllmEngine:
     async def stop(self) -> None:
         if not self._life.stop():
             return
+        self._content.close()
         for poll in self._polls:
             poll.cancel()
         await asyncio.gather(*self._polls, return_exceptions=True)
@@ -249,6 +264,7 @@ class TrtllmEngine:
         if self._config.role is not Role.DECODE:
             raise InvalidRequestError("an aggregated TensorRT-LLM worker takes no tickets", hint="set --role decode")
         try:
+            self._content.check(request)
             state = read_ticket(request.ticket, request.generated)
         except TransferError as error:
             log.warning("a prompt is computed again: %s", error)

@@ -1,5 +1,6 @@
 """The parts of tensorrt_llm that the worker uses. Only this module imports it, and only when it is asked for."""
 
+import json
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
@@ -87,6 +88,13 @@ def _fields(variant: Variant) -> Collection[str]:
     else:
         fields = import_module("tensorrt_llm.llmapi").TorchLlmArgs.model_fields
     return frozenset(fields)
+
+
+def kv_settings(llm: Llm) -> str:
+    """Return what changes the values of KV beside the model's files. How many GPUs share the work does not."""
+    args, cache = llm.args, getattr(llm.args, "kv_cache_config", None)
+    found = {name: getattr(args, name, None) for name in ("dtype", "quant_config")}
+    return json.dumps(found | {"kv_dtype": getattr(cache, "dtype", None)}, default=str)
 
 
 def launch(trtllm: Trtllm, arguments: Arguments, kwargs: dict[str, Any]) -> Llm:

@@ -13,61 +13,31 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from xxhash import xxh3_128
-
 from protocol.errors import InvalidRequestError
 from workers.engines.external.cache import RankCache
+from workers.engines.external.content import EngineContent
 from workers.engines.vllm.driver import Driver, LoadedAdapter
-
-_CHUNK_BYTES = 1 << 20
-
-FileState = tuple[tuple[str, int, int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """The files of an adapter as they were once."""
-
-    digest: str  # of their names and content, hexadecimal
-    state: FileState
-
-
-def read_files(path: str) -> AdapterFiles:
-    """Hash the files of an adapter's folder. Blocks while it reads all of them; raises OSError."""
-    state = file_state(path)
-    digest = xxh3_128()
-    for name, _inode, size, _mtime, _ctime in state:
-        digest.update(f"{name}\0{size}\0".encode())
-        with (Path(path).expanduser() / name).open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    return AdapterFiles(digest.hexdigest(), state)
-
-
-def file_state(path: str) -> FileState:
-    """Return what changes when a file of the folder is written or replaced. Blocks; raises OSError."""
-    found = []
-    for file in sorted(Path(path).expanduser().iterdir()):
-        if file.is_file():
-            stat = file.stat()
-            found.append((file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return tuple(found)
+from workers.weights_hash import FileState, WeightsHasher, cache_folder, content_files, files_digest
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
     adapter: LoadedAdapter
-    state: FileState
+    files: Sequence[FileState]  # as they were when vLLM read them
 
 
 class Adapters:
     """The adapters of one vLLM. Belongs to one event loop."""
 
-    def __init__(self, model: str, driver: Driver, caches: Sequence[RankCache]) -> None:
-        """`model` is the name that no adapter may have. `caches` announce the blocks of each rank."""
+    def __init__(self, model: str, driver: Driver, caches: Sequence[RankCache], content: EngineContent) -> None:
+        """`model` is the name that no adapter may have. `caches` announce the blocks of each rank.
+
+        `content` learns the fingerprints of the adapters that are served.
+        """
         self._model = model
         self._driver = driver
         self._caches = caches
+        self._content = content
         self._served: dict[str, _Served] = {}
         self._numbers = itertools.count(1)
         self._requests: Counter[int] = Counter()  # in flight, by the adapter's number
@@ -88,25 +58,27 @@ class Adapters:
             if name == self._model or name in self._served:
                 raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
             try:
-                files = await asyncio.to_thread(read_files, path)
+                files, digest = await asyncio.to_thread(_read, path)
             except OSError as error:
                 raise InvalidRequestError(f"cannot load adapter {name!r}: {error}", param="path") from error
-            adapter = LoadedAdapter(f"{name}@{files.digest[:16]}", next(self._numbers), path)
+            adapter = LoadedAdapter(f"{name}@{digest[:16]}", next(self._numbers), path)
             await self._driver.add_adapter(adapter)
-            if await self._has_changed(path, files.state):
+            if await self._has_changed(path, files):
                 await self._driver.remove_adapter(adapter)
                 raise InvalidRequestError(
                     f"the files of adapter {name!r} changed while they were read", hint="load it again", param="path"
                 )
             for cache in self._caches:
                 cache.serve_adapter(name, adapter.name)
-            self._served[name] = _Served(adapter, files.state)
+            self._content.add_adapter(name, digest)
+            self._served[name] = _Served(adapter, files)
 
     async def unload(self, name: str) -> None:
         """Serve `name` no longer. Requests in flight keep the adapter until they end. Raise InvalidRequestError."""
         async with self._changing:
             if (served := self._served.pop(name, None)) is None:
                 raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
+            self._content.remove_adapter(name)
             if self._requests[served.adapter.number]:
                 self._unloaded[served.adapter.number] = served.adapter
             else:
@@ -150,15 +122,27 @@ class Adapters:
         """
         if len(self._served) + len(self._unloaded) <= self._driver.facts.kept_adapters:
             return
-        if await self._has_changed(served.adapter.path, served.state):
+        if await self._has_changed(served.adapter.path, served.files):
             raise InvalidRequestError(
                 f"the files of adapter {name!r} have changed since it was loaded",
                 hint="unload it and load it again",
                 param="model",
             )
 
-    async def _has_changed(self, path: str, state: FileState) -> bool:
+    async def _has_changed(self, path: str, files: Sequence[FileState]) -> bool:
         try:
-            return await asyncio.to_thread(file_state, path) != state
+            return await asyncio.to_thread(_files_of, path) != files
         except OSError:
             return True
+
+
+def _files_of(path: str) -> Sequence[FileState]:
+    return content_files(Path(path).expanduser())
+
+
+def _read(path: str) -> tuple[Sequence[FileState], str]:
+    """Return the files of an adapter's folder and their hash, hexadecimal. Blocks while it reads; raises OSError."""
+    files = _files_of(path)
+    if not files:
+        raise FileNotFoundError(f"{path} has no files of an adapter")
+    return files, files_digest(files, WeightsHasher(cache_folder())).hex()

@@ -416,12 +416,12 @@ def _kv_settings(config: Any) -> str:
     cache, model = config.cache_config, config.model_config
     settings = {
         "dtype": str(model.dtype),
-        "quantization": str(getattr(model, "quantization", None)),
-        "kv_dtype": str(cache.cache_dtype),
+        "quantization": model.quantization,
+        "kv_dtype": str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype).removeprefix("torch."),
         "seed": str(model.seed) if config.load_config.load_format == "dummy" else "",  # of random weights
-        "overrides": repr(getattr(model, "hf_overrides", None)),
+        "overrides": None if callable(model.hf_overrides) else model.hf_overrides,
     }
-    return json.dumps(settings, sort_keys=True)
+    return json.dumps(settings, sort_keys=True, default=repr)
 
 
 def _block_bytes(config: Any) -> int:

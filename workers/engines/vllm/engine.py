@@ -38,6 +38,7 @@ from workers.checks import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import Caching, EngineInfo, EngineLoad
 from workers.engines.external.cache import RankCache
+from workers.engines.external.content import EngineContent
 from workers.engines.external.control import argument
 from workers.engines.external.life import EngineLife
 from workers.engines.external.ports import free_ports
@@ -55,15 +56,15 @@ from workers.engines.vllm.translate import (
     VllmAnswer,
     VllmQuestion,
     VllmStep,
-    check_adapter,
     offering,
     pulling,
     unpulled,
     whole,
     write_ticket,
 )
+from workers.loaded_content import KvContent
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
-from workers.weights_print import weights_print
+from workers.weights_hash import WeightsHasher, cache_folder, content_files, files_digest
 
 log = logging.getLogger(__name__)
 
@@ -99,23 +100,26 @@ class VllmEngine:
         self._offers: dict[int, _StandingOffer] = {}
         self._next_offer = 1
         self._adapters: Adapters | None = None
-        self._is_asleep = False
+        self._content = EngineContent(config.model_path, has_weights=not config.random_weights)
+        self._slept_level = 0  # 0: it is awake
         self._life = EngineLife()
 
     # --- its life -------------------------------------------------------------------------------------
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         self._life.begin(worker_id, address)
+        await self._content.begin()
         self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
         driver = self._driver = await self._starting.result()
         await driver.prepare()
         facts = driver.facts
+        await self._content.loaded(facts.kv_settings)
         for cache in self._caches:
             cache.begin(facts.block_size)
         if self._plan.tells_events:
             self._feed = EventFeed(self._caches, driver.reset_prefix_cache)
             self._feed.follow(worker_id, driver.event_endpoints())
-        adapters = self._adapters = Adapters(self._name, driver, self._caches)
+        adapters = self._adapters = Adapters(self._name, driver, self._caches, self._content)
         for adapter in self._first_adapters:
             await adapters.load(adapter.name, adapter.path)
         self._life.info = info = EngineInfo(
@@ -164,6 +168,7 @@ class VllmEngine:
     async def stop(self) -> None:
         if not self._life.stop():  # it ends all waits: vLLM would leave them waiting
             return
+        self._content.close()
         for offer in self._offers.values():
             offer.expiry.cancel()
         if self._feed is not None:
@@ -241,7 +246,7 @@ class VllmEngine:
         try:
             if not self._plan.transfer or request.ticket.backend != TRANSFER:
                 raise TransferError(f"a ticket of {request.ticket.backend!r}, this worker pulls by {TRANSFER!r}")
-            check_adapter(request.ticket, adapter.name if adapter else "")
+            self._content.check(request)
             question = pulling(request, request.ticket, facts.block_size, facts.context_tokens)
         except TransferError as error:
             return self._computed_here(request, whole(request, facts.context_tokens), str(error))
@@ -299,7 +304,7 @@ class VllmEngine:
         if self._life.info is None and not self._life.is_stopping:
             raise DrainingError("this worker is still starting")
         self.check_health()
-        if self._is_asleep:
+        if self._slept_level:
             raise DrainingError("this worker was put to sleep", hint="wake it by the control call `wake`")
         return self._life.check()
 
@@ -328,7 +333,7 @@ class VllmEngine:
         if not step.kv:
             raise EngineError("vLLM computed a prompt and offers no KV", hint="check its --kv-transfer-config")
         try:
-            opaque, num_tokens = write_ticket(step.kv, adapter.name if adapter else "")
+            opaque, num_tokens = write_ticket(step.kv)
         except TransferError as error:
             raise EngineError(f"vLLM offers KV in an unknown form: {error}") from error
         offer_id, nonce = self._next_offer, new_generation()
@@ -367,6 +372,9 @@ class VllmEngine:
     def kv_digest(self) -> Digest:
         return self._caches[0].kv_digest()
 
+    def kv_content(self) -> KvContent:
+        return self._content.kv_content()
+
     # --- what operators ask ---------------------------------------------------------------------------
 
     async def control(self, request: Control) -> ControlReply:
@@ -389,11 +397,10 @@ class VllmEngine:
             case ControlAction.SLEEP:
                 level = _level(request.arguments)
                 await driver.sleep(level)
-                self._is_asleep = True
+                self._slept_level = level
                 return f"asleep at level {level}"
             case ControlAction.WAKE:
-                await driver.wake()
-                self._is_asleep = False
+                await self._wake(driver)
                 return "awake"
             case ControlAction.START_PROFILE | ControlAction.STOP_PROFILE:
                 starts = request.action is ControlAction.START_PROFILE
@@ -412,6 +419,15 @@ class VllmEngine:
             case _:
                 raise InvalidRequestError(f"vLLM does not {request.action.value}", hint="the worker itself may")
 
+    async def _wake(self, driver: Driver) -> None:
+        """Wake vLLM. After level 1 the weights come from host memory, after level 2 not: they have to be read again."""
+        if self._slept_level > 1:
+            await self._content.begin()
+        await driver.wake()
+        if self._slept_level > 1:
+            await self._content.loaded(driver.facts.kv_settings)
+        self._slept_level = 0
+
     # --- how vLLM is started --------------------------------------------------------------------------
 
     def _plan_start(self) -> LaunchPlan:
@@ -421,9 +437,14 @@ class VllmEngine:
             replay=f"ipc://{self._folder}/replay",
             side_channel_port=free_ports(self._config.dp_size, self._config.host),
             num_cpus=len(os.sched_getaffinity(0)),
-            weights=weights_print(self._model_path).hex() if keeps_kv(self._config) else "",
+            weights=_weights_of(self._model_path) if keeps_kv(self._config) else "",
         )
         return plan_start(self._config, self._name, self._first_adapters, surroundings)
+
+
+def _weights_of(model_path: str) -> str:
+    """Return the hash of a model's files. Blocks while files are read whose hash is not known yet. Raise OSError."""
+    return files_digest(content_files(Path(model_path)), WeightsHasher(cache_folder())).hex()
 
 
 def _features(facts: VllmFacts) -> tuple[Feature, ...]:

@@ -29,7 +29,6 @@ from workers.checks import check_prompt
 from workers.choices import choices_of
 from workers.engines.vllm.params import ASK_FOR_OFFER, read_params
 
-_ADAPTER = "kvmesh_adapter"  # a key of ours among vLLM's parameters in a ticket
 _U63 = 0x7FFF_FFFF_FFFF_FFFF
 
 
@@ -154,26 +153,13 @@ def _guide(guide: Guide) -> dict[str, Any]:
 # --- tickets --------------------------------------------------------------------------------------------
 
 
-def write_ticket(params: Mapping[str, Any], adapter: str = "") -> tuple[bytes, int]:
-    """Return `Ticket.opaque` for a prefill engine's answer, and the tokens it is for. Raise TransferError.
-
-    `adapter` names the content of the adapter that computed the KV.
-    """
-    opaque = json.dumps({**params, **({_ADAPTER: adapter} if adapter else {})}).encode()
+def write_ticket(params: Mapping[str, Any]) -> tuple[bytes, int]:
+    """Return `Ticket.opaque` for a prefill engine's answer, and the tokens it is for. Raise TransferError."""
+    opaque = json.dumps(params).encode()
     pull, _ = read_params(opaque)
     if not pull.remote_num_tokens:
         raise TransferError("kv_transfer_params that do not say how many tokens they are for")
     return opaque, pull.remote_num_tokens
-
-
-def check_adapter(ticket: Ticket, adapter: str) -> None:
-    """Raise TransferError if another adapter than `adapter` computed the KV, or the same one with other weights.
-
-    The ticket of a release that did not say is accepted.
-    """
-    _, params = read_params(ticket.opaque)
-    if (found := params.get(_ADAPTER, adapter)) != adapter:
-        raise TransferError(f"the ticket is for adapter {str(found)[:80]!r}, this worker has {adapter!r}")
 
 
 def read_ticket(ticket: Ticket, block_size: int) -> dict[str, Any]:
