@@ -3,13 +3,15 @@
 import json
 import socket
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.faults.conftest import LEASE_S, in_flight
+from tests.faults.conftest import LEASE_S, LONE, in_flight
 from tests.faults.prompts import LENGTHS, prompt_of
-from tests.support.mesh import Mesh, until
+from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_mock_answer
 
 AT_ONCE_S = LEASE_S / 2  # it is some milliseconds; the machine may be busy
@@ -64,6 +66,45 @@ def test_at_any_moment(mesh: Mesh) -> None:
     until_free(mesh, LEASE_S + 2)
     for stream in streams:
         assert not stream.join().is_done
+
+
+def test_200_leave_between_the_end_of_the_prefill_and_the_pull(tmp_path: Path) -> None:
+    flags = ["--engine", "mock", "--kv-transfer", "shm", "--decode", "1", "--max-num-seqs", "256"]
+    with running_mesh(tmp_path, *flags, "--offer-lease-s", "100", "--log-level", "warning") as mesh:
+        until(lambda: mesh.workers_seen() == len(LONE), what="all workers")
+        with mesh.stopped("decode-0"):
+            streams = [Stream(mesh.url, prompt_of(70, i), 20, kvmesh={"disaggregate": True}) for i in range(200)]
+            until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="200 offers")
+            assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") > len(streams)
+            for stream in streams:
+                stream.leave()
+            until(lambda: not busy(mesh, "prefill-0"), what="every offer and block to be free")
+        until_free(mesh, PATIENCE_S)
+    assert not any(stream.join().is_done for stream in streams)
+
+
+def busy(mesh: Mesh, worker: str) -> float:
+    return sum(mesh.metric(f"kvmesh_worker_{name}", worker) for name in ("kv_offers", "used_blocks"))
+
+
+def test_a_pinned_request_that_leaves_the_head_of_the_queue_lets_the_next_one_run(tmp_path: Path) -> None:
+    pinned = {"kvmesh": {"worker": "decode-0", "disaggregate": False}}
+    flags = ["--engine", "mock", "--kv-transfer", "shm", "--decode", "1", "--max-num-seqs", "4"]
+    with running_mesh(tmp_path, *flags) as mesh:
+        until(lambda: mesh.workers_seen() == len(LONE), what="all workers")
+        running = [Stream(mesh.url, prompt_of(20, i), 5000, **pinned) for i in range(4)]
+        until(lambda: mesh.metric("kvmesh_worker_running_requests", "decode-0") == 4, what="a full worker")
+        head = Stream(mesh.url, prompt_of(20, 100), 10, **pinned)
+        until(lambda: mesh.metric("kvmesh_router_waiting") == 1, what="the head of the queue")
+        following = Stream(mesh.url, prompt_of(20, 101), 10, **pinned)
+        until(lambda: mesh.metric("kvmesh_router_waiting") == 2, what="the next request")
+        head.leave()
+        until(lambda: mesh.metric("kvmesh_router_waiting") == 1, what="the head to be gone")
+        running[0].leave()
+        check_mock_answer(following.join())
+        for stream in running:
+            stream.leave()
+        until_free(mesh)
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(mesh: Mesh) -> None:

@@ -466,6 +466,22 @@ def test_a_request_that_waits_can_be_cancelled() -> None:
     assert state.dispatch(0.0) == []
 
 
+@pytest.mark.parametrize("waited_s", [0.0, RESERVE_AFTER_S + 1])
+def test_after_a_cancelled_pinned_request_the_next_one_goes(waited_s: float) -> None:
+    state = router(card("d1"), card("d2"), saturation=ONE_AT_A_TIME)
+    busy(state, "d1")
+    busy(state, "d2")
+    submit(state, "pinned", prompt(1), pin=WorkerId("d1"), priority=5)
+    submit(state, "next", prompt(2), pin=WorkerId("d1"))
+    submit(state, "other", prompt(3))
+    assert state.dispatch(waited_s) == []
+    end(state, "pinned")
+    done(state, "busy d1 99")
+    assert results(state.dispatch(waited_s)) == {"next": "d1"}
+    done(state, "busy d2 99")
+    assert results(state.dispatch(waited_s)) == {"other": "d2"}
+
+
 def test_one_request_cannot_wait_twice() -> None:
     state = router(card("d"))
     submit(state, "r")
