@@ -56,7 +56,9 @@ _LIST = (
     FaultKind("engine_raise", WORKERS, (0, 0), 4.0, "its engine raises in a step"),
     FaultKind("engine_babble", WORKERS, (0.5, 4.0), 0.0, "its engine sends tokens after the end of an answer"),
     FaultKind("engine_blocks", WORKERS, (0.5, 2.5), 0.5, "its engine has no free KV block"),
-    FaultKind("other_weights", WORKERS, (5.0, 12.0), 4.0, "it is restarted with other weights of its name", takes_s=20),
+    FaultKind(  # by a SIGKILL where the amount is above 0.5, else in order
+        "other_weights", WORKERS, (5.0, 12.0), 4.0, "it comes back with other weights of its name", (0, 1), takes_s=20
+    ),
     FaultKind("weights_in_place", WORKERS, (4.0, 10.0), 2.0, "its weights change while it sleeps", takes_s=12),
     FaultKind("orders", WORKERS, (0, 0), 2.0, "it is ordered to sleep, drain, change its role, and back", takes_s=12),
     FaultKind("guide_bombs", (GUIDES,), (0, 0), 1.0, "clients send guides that take minutes to compile", takes_s=12),
