@@ -28,6 +28,7 @@ POLL_S = 0.05
 FILLER_BYTES = 1 << 16
 ENDS_PROCESSES = ("kill", "restart", "rolling", "engine_raise", "engine_stall")
 RESTARTS_TWICE = ("other_weights",)
+KILLS_ABOVE = 0.5  # amount of other_weights
 VERDICTS = {  # of nftables, for the kinds that lose packets in the kernel
     "cut": "drop",
     "packets_lost": "numgen random mod 1000 < {share} drop",
@@ -121,7 +122,7 @@ class Machine:
             **self._packets_of(fault),
             **self._shared(),
             **self._engine(name, fault.amount),
-            **self._others(name),
+            **self._others(name, fault.amount),
             "orders": (partial(self._operator.any_sequence, name, f"orders {fault.at_s} {name}"), _nothing),
             "guide_bombs": (partial(self._bomb, f"bombs {fault.at_s}"), _nothing),
             "run_dir_twice": (partial(self._start_twice, f"twice-{round(fault.at_s * 100)}"), _nothing),
@@ -235,15 +236,18 @@ class Machine:
 
     # --- weights --------------------------------------------------------------------------------------
 
-    def _others(self, name: str) -> Mapping[str, tuple[Callable[[], object], Callable[[], object]]]:
+    def _others(self, name: str, amount: float) -> Mapping[str, tuple[Callable[[], object], Callable[[], object]]]:
         return {
-            "other_weights": (partial(self._roll_out, name), partial(self._roll_back, name)),
+            "other_weights": (partial(self._roll_out, name, amount > KILLS_ABOVE), partial(self._roll_back, name)),
             "weights_in_place": (partial(self._overwrite, name), partial(self._overwrite_back, name)),
         }
 
-    async def _roll_out(self, name: str) -> None:
+    async def _roll_out(self, name: str, kills: bool) -> None:
+        """Have a worker come back at its address with other weights; if it is killed, pulls from it are under way."""
         served = self._begin_others(name, ROLLED_OUT)
         roll_out(self._mesh.models[name], ROLLED_OUT)
+        if kills:
+            self._mesh.signal(name, signal.SIGKILL)
         await self._restart_until(name, ROLLED_OUT)
         self._has_others[name] = (served, self.weights.loaded(served, self._clock()))
 

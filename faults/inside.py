@@ -25,6 +25,7 @@ import mesh.lifecycle
 import workers.engines.mock.executor as mock_executor
 import workers.engines.mock.opening as mock_opening
 import workers.engines.mock.witness as mock_witness
+import workers.engines.step as opening_steps
 from faults.room import die_with_parent
 from faults.switches import Switches
 from faults.weights import digest_of, key_of, read_weights
@@ -155,6 +156,13 @@ def serve_weights(switches: Switches) -> None:
         return executor
 
     put(mock_opening, "_open_executor", open_executor)
+    made = opening_steps.StepEngineConfig
+
+    def with_weights(*fields: Any, **named: Any) -> Any:
+        """Have the fingerprint count the weights: the mock has none by itself."""
+        return made(*fields, **{name: name == "has_weights" or value for name, value in named.items()})
+
+    put(opening_steps, "StepEngineConfig", with_weights)
 
 
 def follow_guides() -> None:

@@ -22,6 +22,7 @@ class FaultKind:
     what: str  # in words, for people
     amount: tuple[float, float] = (0.0, 0.0)  # drawn between; each kind says what it means
     closed: bool = False  # only where ports are closed by TLS; twice as often there, because every other seed is so
+    takes_s: float = 0.0  # to begin and to end it
     slows: bool = False  # its target works on, but slower: a wait during the fault is the fault's own length
 
 
@@ -55,13 +56,13 @@ _LIST = (
     FaultKind("engine_raise", WORKERS, (0, 0), 4.0, "its engine raises in a step"),
     FaultKind("engine_babble", WORKERS, (0.5, 4.0), 0.0, "its engine sends tokens after the end of an answer"),
     FaultKind("engine_blocks", WORKERS, (0.5, 2.5), 0.5, "its engine has no free KV block"),
-    FaultKind("other_weights", WORKERS, (5.0, 12.0), 10.0, "it is started again with other weights of the same name"),
-    FaultKind("weights_in_place", WORKERS, (4.0, 10.0), 4.0, "its weights are changed in place while it sleeps"),
-    FaultKind(
-        "orders", WORKERS, (0, 0), 2.0, "it is ordered to sleep, wake, drain, resume, change its role, in any way"
+    FaultKind(  # by a SIGKILL where the amount is above 0.5, else in order
+        "other_weights", WORKERS, (5.0, 12.0), 4.0, "it comes back with other weights of its name", (0, 1), takes_s=20
     ),
-    FaultKind("guide_bombs", (GUIDES,), (0, 0), 10.0, "clients send guides that take minutes to compile"),
-    FaultKind("run_dir_twice", (HOST,), (0, 0), 10.0, "a second `kvmesh up` is started in a run directory in use"),
+    FaultKind("weights_in_place", WORKERS, (4.0, 10.0), 2.0, "its weights change while it sleeps", takes_s=12),
+    FaultKind("orders", WORKERS, (0, 0), 2.0, "it is ordered to sleep, drain, change its role, and back", takes_s=12),
+    FaultKind("guide_bombs", (GUIDES,), (0, 0), 1.0, "clients send guides that take minutes to compile", takes_s=12),
+    FaultKind("run_dir_twice", (HOST,), (0, 0), 0.0, "a second mesh is started in a run directory in use", takes_s=15),
     FaultKind(
         "flipped", PROXIED, (0.5, 3.0), 1.0, "a bit is flipped in a share of its traffic", (0.02, 0.2), closed=True
     ),

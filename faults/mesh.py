@@ -153,6 +153,7 @@ class FaultsMesh:
         if role == FRONTEND:
             router = "remote" if self.shape.routers else "embedded"
             flags += ["--port", str(CLIENTS), "--router", router, "--model-cache", str(self.folder / "disk" / "cache")]
+            flags += ["--access-log-file", str(self.folder / "disk" / f"{name}.access"), "--access-log-mib", "1"]
             flags += self.shape.frontend_flags
         else:
             flags += ["--advertise-host", self.shown_host(name), "--port", str(PLANE)]

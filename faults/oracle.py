@@ -124,7 +124,8 @@ class Oracle:
         if ask.options:
             return ""
         trace = answered.trace
-        decided = "" if not trace or trace.get("migrations") else str(trace.get("decode_worker") or "")
+        is_one = bool(trace) and not trace.get("migrations") and ask.choices == 1  # choices may be of several workers
+        decided = str(trace.get("decode_worker") or "") if is_one else ""
         possible = self.weights.possible(decided, answered.sent_s, answered.ended_s)
         for choice, tokens in answered.tokens.items():
             rights = [self.right(ask, weights)[: len(tokens)] for weights in sorted(possible)]

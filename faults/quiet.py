@@ -3,9 +3,11 @@
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -45,6 +47,7 @@ class Sizes:
     fds: int
     tasks: int
     rss_mib: float
+    files: Mapping[str, int] = field(default_factory=dict)  # file descriptors by what they lead to
 
 
 @dataclass(slots=True)
@@ -61,8 +64,18 @@ def sizes(mesh: FaultsMesh) -> dict[str, Sizes]:
     for name, pid in mesh.pids().items():
         with suppress(psutil.Error):
             process = psutil.Process(pid)
-            found[name] = Sizes(process.num_fds(), mesh.switches[name].tasks, process.memory_info().rss / 2**20)
+            rss_mib = process.memory_info().rss / 2**20
+            found[name] = Sizes(process.num_fds(), mesh.switches[name].tasks, rss_mib, open_files(pid))
     return found
+
+
+def open_files(pid: int) -> Mapping[str, int]:
+    """Count the file descriptors of a process by what they lead to; {} where that cannot be seen."""
+    counts = Counter[str]()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):
+            counts[os.readlink(link).partition(":")[0]] += 1
+    return counts
 
 
 async def in_flight(mesh: FaultsMesh) -> list[str]:
@@ -85,7 +98,9 @@ def grown(before: Mapping[str, Sizes], after: Mapping[str, Sizes]) -> list[str]:
         if (then := before.get(name)) is None:
             continue
         if now.fds > then.fds + MORE_FDS:
-            found.append(f"{name}: {now.fds} file descriptors, {then.fds} before")
+            more = {what: count - then.files.get(what, 0) for what, count in now.files.items()}
+            grew = ", ".join(f"{count} {what}" for what, count in sorted(more.items(), key=lambda one: -one[1])[:3])
+            found.append(f"{name}: {now.fds} file descriptors, {then.fds} before; {grew} more")
         if now.tasks > then.tasks + MORE_TASKS:
             found.append(f"{name}: {now.tasks} tasks, {then.tasks} before")
     return found

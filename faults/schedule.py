@@ -133,7 +133,7 @@ class _Busy:
 
     def free_for(self, kind: FaultKind, at_s: float, for_s: float) -> list[tuple[str, int]]:
         """Return the targets that the fault may hit then."""
-        until_s = at_s + for_s + kind.settles_s
+        until_s = at_s + for_s + kind.takes_s + kind.settles_s
         found = []
         for role in roles_of(kind, self._mesh):
             meanwhile = [hit for hit in self._hits if hit[0] == role and hit[3] < until_s and at_s < hit[4]]
@@ -153,7 +153,7 @@ class _Busy:
         return found
 
     def take(self, kind: FaultKind, fault: PlannedFault) -> None:
-        until_s = fault.at_s + fault.for_s + kind.settles_s
+        until_s = fault.at_s + fault.for_s + kind.takes_s + kind.settles_s
         self._hits.append((fault.role, fault.index, kind.name, fault.at_s, until_s))
 
 

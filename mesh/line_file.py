@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import os
+from io import FileIO
 from pathlib import Path
 
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 5.0  # for the lines that wait, when the file is closed
 FLUSH_S = 0.5  # from the first line that waits until all that wait are written
 MAX_WAITING_BYTES = 8 << 20
 NEWLINE = 10
@@ -33,10 +35,10 @@ class LineFile:
         self._is_torn = False  # the last line is not whole
         self.lost = 0  # lines that were left out
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = opened(path)
+            self._size = self._file.tell()
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose a writable file") from error
-        self._size = self._file.tell()
 
     def put(self, line: bytes) -> None:
         """Append a line, which has no line break."""
@@ -87,7 +89,7 @@ class LineFile:
         if not self._size or self._size + num_bytes <= self._max_bytes:
             return
         os.replace(self._path, f"{self._path}.1")
-        new = self._path.open("ab", buffering=0)
+        new = opened(self._path)
         self._file.close()
         self._file, self._size, self._is_torn = new, 0, False
 
@@ -100,8 +102,20 @@ class LineFile:
             await self._writing
 
     async def close(self) -> None:
-        """Write the lines that wait, and close the file."""
-        await self.flush()
-        self._file.close()
+        """Write the lines that wait, and close the file. A disk that hangs keeps nobody for longer than CLOSE_S."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self.flush()
+        except TimeoutError:
+            log.warning("%s takes no more lines: %d bytes are left out", self._path, self._waiting_bytes)
+        else:
+            self._file.close()
         if self.lost:
             log.warning("%d lines for %s were left out", self.lost, self._path)
+
+
+def opened(path: Path) -> FileIO:
+    """Open a file to append to it. Raise OSError, also for a named pipe: a plain open would wait for its reader."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return FileIO(descriptor, "ab")

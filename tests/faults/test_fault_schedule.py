@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from faults.kinds import KINDS, SHARED
+from faults.kinds import KINDS, SHARED, FaultKind
 from faults.schedule import MeshShape, counts_of, plan, read_schedule, written
 from protocol.errors import ConfigError
 
 SEEDS = range(1, 11)
+
+
+def lasts_s(kind: FaultKind) -> float:
+    return kind.takes_s + kind.settles_s
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:
@@ -36,7 +40,7 @@ def test_some_process_of_every_role_is_never_hit(seed: int) -> None:
             for other in schedule.faults
             if other.role == fault.role
             and other.kind != "rolling"
-            and other.at_s <= fault.at_s < other.at_s + other.for_s + KINDS[other.kind].settles_s
+            and other.at_s <= fault.at_s < other.at_s + other.for_s + lasts_s(KINDS[other.kind])
         }
         assert len(hit) < schedule.mesh.count(fault.role), fault
 
@@ -70,3 +74,9 @@ def test_a_schedule_that_cannot_run_is_refused(tmp_path: Path, old: str, new: st
     (tmp_path / "schedule.json").write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=says):
         read_schedule(tmp_path / "schedule.json")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_of_two_minutes_has_every_kind_that_its_mesh_can_have(seed: int) -> None:
+    found = counts_of(plan(seed, 120).faults)
+    assert {kind.name for kind in KINDS.values() if seed % 2 == 1 or not kind.closed} == found.keys()

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from mesh.line_file import LineFile
+from protocol.errors import ConfigError
 
 # In a process of its own, because it gets a mount namespace.
 ON_A_FULL_DISK = """
@@ -104,3 +107,29 @@ async def test_lines_beyond_what_may_wait_are_left_out_and_counted(
     await file.close()
     assert file.lost == 3
     assert (tmp_path / "lines").read_bytes() == b"0123456789\n" * 2
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_a_named_pipe_is_refused_at_once(tmp_path: Path, is_read: bool) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if is_read else None
+    try:
+        with pytest.raises(ConfigError, match="cannot write"):
+            LineFile(path, 1000)
+    finally:
+        if reader is not None:
+            os.close(reader)
+
+
+async def test_a_disk_that_hangs_does_not_keep_the_service_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mesh.line_file.CLOSE_S", 0.05)
+    hangs = threading.Event()
+    monkeypatch.setattr(LineFile, "_write", lambda file, data: (hangs.wait(), None))
+    file = LineFile(tmp_path / "lines", 1000)
+    file.put(b"never written")
+    await file.close()
+    hangs.set()
+    assert "takes no more lines" in caplog.text
