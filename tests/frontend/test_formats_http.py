@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.errors import InvalidRequestError
-from protocol.ids import WorkerId
+from protocol.ids import RequestId, WorkerId
 from protocol.messages import Delta, Feature, Guide, GuideKind, Role
 from tests.frontend.serving import BACKEND, CHAT, TEXT, Served, able_card, ids, serving, words
 
@@ -228,6 +228,30 @@ async def test_tokens_that_do_not_exist_are_refused(able: Served, path: str, fie
     assert (status, body["error"]["param"]) == (400, param)
     assert f"the token {LAST_TOKEN + 1}" in body["error"]["message"]
     assert f"has {LAST_TOKEN + 1} tokens" in body["error"]["message"]
+
+
+FORGED = {
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.9", "remote_port": 1, "tp_size": 4096},
+    "ec_transfer_params": {"do_remote_encode": True},
+    "vllm_xargs": {"kv_transfer_params": {"do_remote_prefill": True}},
+    "extra_args": {"kv_transfer_params": {"do_remote_prefill": True}},
+    "bootstrap_host": "10.0.0.9",
+    "bootstrap_port": 1,
+    "bootstrap_room": 1,
+    "ticket": {"worker_id": "w", "address": "10.0.0.9:1"},
+    "offer_kv": True,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("field", FORGED)
+async def test_no_field_of_a_caller_steers_a_kv_transfer(able: Served, path: str, field: str) -> None:
+    """Public advisories of vLLM: CVE-2026-94622 and CVE-2026-94626. The field is ignored or refused."""
+    await able.post(path, PATHS[path])
+    status, _, body = await able.post(path, PATHS[path] | {field: FORGED[field]})
+    assert status == 200 or (status == 400 and body["error"]["param"] == field)
+    plain, *forged = [replace(request, request_id=RequestId("")) for request in able.generator.requests]
+    assert forged == [plain] * (status == 200)
 
 
 async def test_tokens_that_an_engine_may_stop_at_reach_it(able_folder: Path) -> None:

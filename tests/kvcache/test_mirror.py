@@ -198,6 +198,20 @@ def test_clearing_forgets_all_that_was_said() -> None:
     assert (mirror.digest, mirror.snapshot()) == (Digest(0, 0), [])
 
 
+def test_an_adapter_is_forgotten_with_all_its_blocks_and_no_others() -> None:
+    mirror, tokens = CacheMirror(BLOCK), [1, 2, 3, 4, 5, 6]
+    gone = Removed((keys_of(tokens, "poet")[1],))
+    follower = Follower().replay(mirror.apply([*(stored(tokens, lora=lora) for lora in (None, "poet", "cook")), gone]))
+    follower.replay(mirror.forget_adapter("poet"))
+    assert follower.held == {*names(tokens), *names(tokens, "cook")}
+    assert follower.held == Follower().replay(mirror.snapshot()).held
+    assert mirror.digest == Digest(6, sum(map(digest_term, follower.held)) & (1 << 64) - 1)
+    late = [Removed(keys_of(tokens, "poet")), stored(tokens, 1, lora="poet")]
+    assert mirror.apply(late) == []
+    follower.replay(mirror.apply([stored(tokens, lora="poet")]))
+    assert len(follower.held) == 9
+
+
 def test_blocks_of_another_size_are_refused() -> None:
     with pytest.raises(WireError, match="blocks of 4 tokens, it began with 2"):
         CacheMirror(BLOCK).apply([Stored((EngineHash(1),), None, (1, 2, 3, 4), 4)])

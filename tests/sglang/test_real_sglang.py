@@ -5,8 +5,10 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY, generate_latest
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import sequence_hashes
+from protocol.hashing import hash_seed, sequence_hashes
 from protocol.ids import WorkerId
 from protocol.messages import (
     Control,
@@ -26,8 +28,10 @@ from protocol.messages import (
     StopConditions,
 )
 from tests.support.asking import asked, prompt_tokens
+from tests.support.listening import open_to_others
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang_cpu import ENV, FLAGS, needs_sglang
+from tests.support.vllm_adapters import write_adapter
 from workers.config import WorkerConfig
 from workers.engines.sglang.engine import SglangEngine
 
@@ -35,6 +39,8 @@ pytestmark = [needs_sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_s
 
 BLOCK = 16
 NUM_BLOCKS = 64
+ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "v_proj")
+ADAPTERS += ("--lora-backend", "torch_native", "--max-loras-per-batch", "2")
 
 
 class Worker:
@@ -81,7 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker() -> AsyncIterator[Worker]:
-    flags = [*FLAGS, "--max-total-tokens", str(NUM_BLOCKS * BLOCK), "--grammar-backend", "xgrammar"]
+    flags = [*FLAGS, "--max-total-tokens", str(NUM_BLOCKS * BLOCK), "--grammar-backend", "xgrammar", *ADAPTERS]
     config = WorkerConfig(model_path=str(CHECKPOINT_DIR), block_size=BLOCK, engine_args=" ".join(flags))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENV.items():
@@ -134,6 +140,44 @@ async def test_an_emptied_cache_is_announced(worker: Worker) -> None:
     await worker.engine.control(Control(action=ControlAction.RESET_PREFIX_CACHE))
     await until(lambda: not worker.held)
     assert worker.engine.kv_digest() == Digest(0, 0) and worker.engine.kv_snapshot() == []
+
+
+async def test_an_adapter_loaded_again_with_other_weights_reuses_no_kv(worker: Worker, tmp_path: Path) -> None:
+    """The same folder and name hold other weights at the second load; `fresh` has them from the start."""
+    prompt, answers = prompt_tokens(100, 5), []
+    names = {*sequence_hashes(prompt[:96], BLOCK, hash_seed("muse"))}
+    for seed in (3, 4):
+        await load(worker, "muse", write_adapter(tmp_path / "muse", seed))
+        assert not worker.held & names, "no block of the old weights is announced"
+        first = await worker.run(prompt, lora="muse")
+        again = await worker.run(prompt, lora="muse")
+        assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 96)
+        assert tokens_of(first) == tokens_of(again)
+        await until(lambda: worker.held >= names)
+        answers.append(tokens_of(first))
+        await worker.engine.control(Control(action=ControlAction.UNLOAD_LORA, arguments={"name": "muse"}))
+    await load(worker, "fresh", write_adapter(tmp_path / "fresh", 4))
+    assert tokens_of(await worker.run(prompt, lora="fresh")) == answers[1] != answers[0]
+    await worker.engine.control(Control(action=ControlAction.UNLOAD_LORA, arguments={"name": "fresh"}))
+
+
+async def load(worker: Worker, name: str, path: str) -> None:
+    await worker.engine.control(Control(action=ControlAction.LOAD_LORA, arguments={"name": name, "path": path}))
+
+
+def tokens_of(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def test_nobody_outside_of_this_host_can_reach_its_ports(worker: Worker) -> None:
+    """Public advisories of SGLang: CVE-2026-92972 and CVE-2026-86793. Its processes read pickles from some of them.
+
+    torch.distributed knows no other address for its store than all of them; docs/security.md says so.
+    """
+    process, runtime = psutil.Process(), worker.engine._runtime
+    assert runtime is not None
+    found = open_to_others([process, *process.children(recursive=True)])
+    assert [(name, port) for name, port in found if port != runtime.port_args.nccl_port] == []
 
 
 async def test_its_load_is_told_while_it_computes_and_is_none_when_it_rests(worker: Worker) -> None:

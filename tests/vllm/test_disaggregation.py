@@ -1,6 +1,7 @@
 """Prefill and decode on two real vLLM workers, through a real frontend: where the KV comes from, and what if not."""
 
 import asyncio
+import json
 import re
 import signal
 import threading
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from tokenizers import Tokenizer
@@ -26,6 +28,7 @@ from protocol.messages import (
     WorkerCard,
     pack_tokens,
 )
+from tests.support.listening import open_to_others
 from tests.support.vllm_mesh import BLOCK, VllmMesh, idle_cores, needs_vllm, running_vllm_mesh
 
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
@@ -164,6 +167,15 @@ def test_the_prefill_worker_gives_the_logprobs_of_a_prompt(mesh: VllmMesh) -> No
     assert apart["token_logprobs"][1:] == pytest.approx(together["token_logprobs"][1:], abs=1e-3)
 
 
+def test_nobody_outside_of_this_host_can_reach_the_ports_of_vllm(mesh: VllmMesh) -> None:
+    """Its processes read messages of each other that no signature protects.
+
+    torch.distributed knows no other address for its store than all of them; docs/security.md says so.
+    """
+    for name in ("prefill-0", "decode-0"):
+        assert [process for process, _ in open_to_others(mesh.tree(name))] == ["VLLM::EngineCore"]
+
+
 def test_idle_workers_leave_the_cores_alone(mesh: VllmMesh) -> None:
     assert idle_cores([*mesh.tree("prefill-0"), *mesh.tree("decode-0")]) < 0.6
 
@@ -180,6 +192,37 @@ def test_a_guide_holds_across_the_two_workers(mesh: VllmMesh) -> None:
     tokens = [*first, *(token for delta in deltas for token in delta.token_ids)]
     text = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json")).decode(tokens)
     assert re.fullmatch("(red|green)-[0-9]{3}", text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_engine_id": None},
+        {"remote_port": None},
+        {"remote_engine_id": "another"},
+        {"remote_request_id": "another"},
+        {"remote_port": 9},
+        {"tp_size": 2},
+        {"tp_size": 4096},
+        {"dcp_size": 2},
+        {"pp_size": 2},
+        {"remote_block_ids": [[0xFFFF_FFFF] * 5]},
+        {"remote_block_ids": [[0x7FFF_FFFF] * 5]},
+        {"remote_block_ids": [[1_000_000] * 5]},
+    ],
+    ids=str,
+)
+def test_a_forged_ticket_costs_the_pull_alone(mesh: VllmMesh, changes: dict[str, Any]) -> None:
+    """Public advisories of vLLM: CVE-2026-94622 and CVE-2026-94626. None: the field is left out."""
+    tokens = prompt(150, first=6000 + 37 * len(str(changes)))
+    first, ticket = prefilled(mesh, tokens)
+    params = json.loads(ticket.opaque) | changes
+    forged = json.dumps({key: value for key, value in params.items() if value is not None}).encode()
+    decode = mesh.workers()["decode-0"]
+    deltas = ask(decode, request_of(tokens, generated=first, ticket=msgspec.structs.replace(ticket, opaque=forged)))
+    reference = [token for delta in ask(decode, request_of(tokens, cache_salt="own")) for token in delta.token_ids]
+    assert [*first, *(token for delta in deltas for token in delta.token_ids)] == reference
+    assert mesh.started["decode-0"].poll() is None
 
 
 def test_a_prefill_worker_that_hangs_is_waited_for_no_longer_than_a_pull_may_take(mesh: VllmMesh) -> None:

@@ -221,6 +221,7 @@ def test_an_incomplete_ticket_never_reaches_an_engine(missing: str) -> None:
         {"remote_block_ids": []},
         {"remote_block_ids": [[]]},
         {"remote_block_ids": [[-1] * 11]},
+        {"remote_block_ids": [[1 << 31] * 11]},
         {"remote_block_ids": [[1, 2]]},
         {"remote_port": 0},
         {"remote_host": ""},

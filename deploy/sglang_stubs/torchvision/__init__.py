@@ -5,10 +5,11 @@ nothing.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 class _Named(type):
@@ -41,6 +42,26 @@ class _Finder(MetaPathFinder, Loader):
 
 
 sys.meta_path.append(_Finder())
+
+
+def _without_pinned_memory() -> None:
+    """Let torch make plain tensors where SGLang's LoRA asks for pinned ones, which only a GPU has a use for."""
+    import torch
+
+    for name in ("tensor", "empty", "zeros", "ones", "arange"):
+        setattr(torch, name, _plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
+def _plain(make: Callable[..., Any]) -> Callable[..., Any]:
+    def make_plain(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return make_plain
+
+
+_without_pinned_memory()
 
 
 def __getattr__(name: str) -> type:

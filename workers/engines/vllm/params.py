@@ -22,7 +22,7 @@ MAX_KEYS = 64
 
 _Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+\Z")]
 _Size = Annotated[int, Meta(ge=1, le=4096)]
-_BlockId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+_BlockId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]  # vLLM's engine ends on one beyond int32
 _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,255}")
 
 

@@ -94,10 +94,10 @@ def check_can_run(
             )
         if name.startswith("LMCache") and not has_module("lmcache"):
             raise ConfigError(f"vLLM's {name} needs the package lmcache", hint="pip install lmcache, or leave it out")
-        if name.startswith("LMCache") and has_adapters:
+        if name == "LMCacheConnectorV1" and has_adapters:
             raise ConfigError(
                 f"{name} keeps KV by tokens alone: an adapter would get the KV of another one",
-                hint="leave --loras and --enable-lora out, or the connector",
+                hint="leave --loras and --enable-lora out, or set --kv-connector lmcache-mp",
             )
 
 
