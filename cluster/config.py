@@ -56,6 +56,7 @@ GROUPS = (
         )
         | {"mesh_tls", "mesh_probes", "allowed_hosts"}
         | {"tokenizer", "tokenizer_cache_mib", "model_cache", "model_cache_mib"}  # the frontend's
+        | {"control_tokens_in_text"}
         | {name for name in RouterConfig.__struct_fields__ if name.startswith("ext_proc_")},
     ),
 )

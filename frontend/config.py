@@ -47,6 +47,13 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokenizer_cache_mib: Annotated[
         float, Meta(ge=0, le=65536, description="tokens of known pieces of prompts, kept for each model; 0: none")
     ] = 32.0
+    control_tokens_in_text: Annotated[
+        bool,
+        Meta(
+            description="control tokens that a message or tool spells count as control tokens, as in vLLM and "
+            "transformers: whoever writes a text can end its turn"
+        ),
+    ] = False
     model_cache: Annotated[
         str, Meta(description="folder for tokenizers that come from workers; default: ~/.cache/kvmesh/models")
     ] = ""

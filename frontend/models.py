@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from frontend.control_tokens import ControlTokens, control_tokens
 from frontend.errors import UnknownModelError
 from frontend.formats import AnswerFormat, answer_format
 from frontend.model_files import ModelFolders
@@ -48,6 +49,7 @@ class Model:
     base: str = ""  # as workers call it
     lora: str | None = None  # the adapter of that model
     features: frozenset[Feature] = frozenset()
+    control: ControlTokens | None = None  # kept out of the texts of a chat; None: texts may spell them
 
     def require(self, feature: Feature, param: str) -> None:
         """Raises InvalidRequestError that names the parameter which asks for it."""
@@ -130,14 +132,18 @@ class ModelRegistry:
         cache_bytes: int = CACHE_BYTES,
         now: Callable[[], float] = time.monotonic,
         folders: ModelFolders | None = None,
+        *,
+        control_tokens_in_text: bool = False,
     ) -> None:
         """Make an empty registry; `tokenizer` and `cache_bytes` are those of Tokenizer.load, for every model. Without
-        `folders` each model's folder has to be here. Raise ConfigError if a package is missing."""
+        `folders` each model's folder has to be here. `control_tokens_in_text`: texts of a chat may spell control
+        tokens. Raise ConfigError if a package is missing."""
         require_backend(tokenizer)
         self._now = now
         self._tokenizer: BackendName = tokenizer
         self._cache_bytes = cache_bytes
         self._folders = folders
+        self._control_tokens_in_text = control_tokens_in_text
         self._tokenizers: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by sha256 of tokenizer.json
         self._tokenizer_lock = asyncio.Lock()  # models that share a tokenizer may be loaded at once
         self._hold_until = 0.0
@@ -216,7 +222,7 @@ class ModelRegistry:
             raise NoWorkerError(f"no worker of the model {served.name!r} is ready", hint="try again later")
         folder = Path(cards[0].model_path) if self._folders is None else await self._folders.find(cards)
         tokenizer = await self._tokenizer_of(folder, facts)
-        model = await asyncio.to_thread(_load, served, facts, folder, tokenizer)
+        model = await asyncio.to_thread(_load, served, facts, folder, tokenizer, self._control_tokens_in_text)
         settle()
         return model
 
@@ -310,16 +316,20 @@ def _failed(task: asyncio.Task[Model]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _load(served: ServedModel, facts: ModelFacts, folder: Path, tokenizer: Tokenizer) -> Model:
+def _load(
+    served: ServedModel, facts: ModelFacts, folder: Path, tokenizer: Tokenizer, control_tokens_in_text: bool
+) -> Model:
     template = ChatTemplate.load(folder)
+    source = template.source if template else ""
     return Model(
         name=served.name,
         tokenizer=tokenizer,
         template=template,
-        format=answer_format(facts.tool_parser, facts.reasoning_parser, template.source if template else ""),
+        format=answer_format(facts.tool_parser, facts.reasoning_parser, source),
         context_tokens=facts.context_tokens,
         block_size=facts.block_size,
         created=served.created,
         base=served.name,
         features=served.features,
+        control=None if control_tokens_in_text else control_tokens(tokenizer, source),
     )

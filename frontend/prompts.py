@@ -7,15 +7,19 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from frontend.control_tokens import Chat, parts_of, unused_mark
 from frontend.errors import PromptTooLongError
 from frontend.models import Model
 from frontend.request import ParsedRequest
+from frontend.templates import ChatTemplate
 from protocol.errors import InvalidRequestError
 from protocol.messages import pack_tokens
 
 PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
 LONG_TURNS = 512  # messages and calls in them; rendering more in the event loop would hold it up for milliseconds
+LONG_CHARS = 256 * 1024  # likewise, to look for control tokens
 PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
+BETWEEN_PARTS = "\0"  # in the tail: what a message spells opens no thoughts
 INFILL_TOKENS = (  # before the prompt, before the suffix, before the answer: in Qwen's, StarCoder's, DeepSeek's words
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -63,25 +67,45 @@ async def in_turns(
 
 
 async def chat_prompt(parsed: ParsedRequest, model: Model) -> TokenizedPrompt:
-    """Render and tokenize a chat; the template writes the special tokens."""
+    """Render and tokenize a chat; the template alone writes control tokens."""
     assert parsed.messages is not None
     turns = sum([1 + len(message.get("tool_calls") or ()) for message in parsed.messages])
-    text = render(parsed, model) if turns <= LONG_TURNS else await asyncio.to_thread(render, parsed, model)
+    chars = sum([len(message.get("content") or "") for message in parsed.messages])
+    is_long = turns > LONG_TURNS or chars > LONG_CHARS
+    parts = await asyncio.to_thread(render, parsed, model) if is_long else render(parsed, model)
     rendered = time.monotonic()
-    check_length(text, model, parsed.names.prompt)
-    tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=parsed.cache_salt or "")
-    return TokenizedPrompt(tokens, text[-PROMPT_TAIL_CHARS:], rendered=rendered)
+    check_length(parts, model, parsed.names.prompt)
+    tokens = await model.tokenizer.encode_parts(parts, salt=parsed.cache_salt or "")
+    tail = BETWEEN_PARTS.join(parts[-PROMPT_TAIL_CHARS:])[-PROMPT_TAIL_CHARS:]
+    return TokenizedPrompt(tokens, tail, rendered=rendered)
 
 
-def render(parsed: ParsedRequest, model: Model) -> str:
-    """Return the chat as text. Raise InvalidRequestError if the template refuses it."""
+def render(parsed: ParsedRequest, model: Model) -> list[str]:
+    """Return the chat as text, in parts: it is cut within control tokens that its messages and tools spell.
+
+    Raise InvalidRequestError if the template refuses it.
+    """
     assert parsed.messages is not None
-    return model.chat_template().render(
-        parsed.messages,
-        tools=parsed.tools.shown if parsed.tools is not None else None,
+    shown = parsed.tools.shown if parsed.tools is not None else None
+    chat = Chat(parsed.messages, shown, parsed.template_options)
+    template = model.chat_template()
+    if model.control is None or not model.control.are_in(chat):
+        return [_rendered(template, chat, parsed)]
+    mark = unused_mark(chat, template.source)
+    try:
+        chat = model.control.marked(chat, mark)
+    except RecursionError as error:
+        raise InvalidRequestError("the messages are nested too deep", param=parsed.names.prompt) from error
+    return parts_of(_rendered(template, chat, parsed), mark)
+
+
+def _rendered(template: ChatTemplate, chat: Chat, parsed: ParsedRequest) -> str:
+    return template.render(
+        chat.messages,
+        tools=chat.tools,
         add_generation_prompt=parsed.add_generation_prompt,
         continue_final_message=parsed.continue_final_message,
-        options=parsed.template_options,
+        options=chat.options,
         param=parsed.names.prompt,
     )
 
@@ -112,7 +136,7 @@ def given_tokens(token_ids: Sequence[int], model: Model, param: str) -> bytes:
 
 def text_tokens(text: str, model: Model, param: str, salt: str | None) -> Awaitable[bytes]:
     """Return the tokens of a raw text, with the special tokens that the tokenizer adds. Raise PromptTooLongError."""
-    check_length(text, model, param)
+    check_length([text], model, param)
     return model.tokenizer.encode_packed(text, add_special_tokens=True, salt=salt or "")
 
 
@@ -154,12 +178,13 @@ def check_each_token(token_ids: Sequence[int], model: Model, param: str) -> None
             check_token_ids((token_id,), model, f"{param}[{n}]")
 
 
-def check_length(text: str, model: Model, param: str) -> None:
+def check_length(parts: Sequence[str], model: Model, param: str) -> None:
     """Refuse what cannot fit before tokenizing it, which would take seconds and gigabytes. Raise PromptTooLongError."""
-    least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
+    chars = sum(map(len, parts))
+    least_tokens = max(-(-chars // model.tokenizer.longest_token_chars), len(parts) - 1)
     if least_tokens >= model.context_tokens:
         raise PromptTooLongError(
-            f"{len(text)} characters, at least {least_tokens} tokens", least_tokens, model.context_tokens, param
+            f"{chars} characters, at least {least_tokens} tokens", least_tokens, model.context_tokens, param
         )
 
 

@@ -288,7 +288,12 @@ def open_registry(config: FrontendConfig, plane: PlaneClient) -> ModelRegistry:
     """Return an empty registry. Raises ConfigError if the tokenizer's package is missing."""
     cache_dir = Path(config.model_cache) if config.model_cache else default_cache_dir()
     folders = ModelFolders(plane, cache_dir, int(config.model_cache_mib * 2**20))
-    return ModelRegistry(config.tokenizer, int(config.tokenizer_cache_mib * 2**20), folders=folders)
+    return ModelRegistry(
+        config.tokenizer,
+        int(config.tokenizer_cache_mib * 2**20),
+        folders=folders,
+        control_tokens_in_text=config.control_tokens_in_text,
+    )
 
 
 def worker_feed(plane: PlaneClient, models: ModelRegistry) -> WorkerFeed:

@@ -8,7 +8,7 @@ bytes on all the way, so that no Python runs per token.
 import asyncio
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from frontend.detokenizer import NONE_SHOWN, Detokenizer, TokenDecoder, token_de
 from frontend.tokenizing import metrics
 from frontend.tokenizing.backends import BackendName, HfBackend, TokenizerBackend, choose_backend
 from frontend.tokenizing.cache import PieceCache
-from frontend.tokenizing.cuts import CutRules, cut_rules
+from frontend.tokenizing.cuts import CutRules, cut_rules, steps
 from frontend.tokenizing.names import TokenNames
 from protocol.errors import ConfigError, InvalidRequestError
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 CACHE_BYTES = 32 << 20  # some 15 million characters
 LONG_TEXTS_AT_ONCE = 2
+LEAD = "\x01"  # no token joins it with other characters
 CUT_INLINE_CHARS = 256 * 1024  # from here on a thread finds the pieces, too: in odd texts that takes milliseconds
 
 # One pool for all tokenizers: each takes a core and has caches of its own.
@@ -41,11 +42,14 @@ class Tokenizer:
 
     def __init__(
         self, backend: TokenizerBackend, rules: CutRules, frame: "Frame", names: TokenNames, decoder: TokenDecoder,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int = CACHE_BYTES, normalize: "Normalize | None" = None,
     ) -> None:  # fmt: skip
+        """`normalize`: None if it changes no text."""
         self._backend = backend
         self._rules = rules
         self._frame = frame
+        self._normalize = normalize
+        self._lead = lead_of(backend)
         self._names = names
         self._decoder = decoder
         self.cache = PieceCache(cache_bytes)
@@ -76,13 +80,15 @@ class Tokenizer:
             raise ConfigError(f"{origin} is no tokenizer: {error}", hint="save the model again") from error
         reference.no_truncation()  # files saved after a training often cut or pad
         reference.no_padding()
+        normalize = normalizer_of(reference)
         tokenizer = cls(
             choose_backend(backend, reference, text, origin),
-            cut_rules(spec, normalizer_of(reference)),
+            cut_rules(spec, normalize),
             frame_of(reference),
             names := TokenNames(reference),
             token_decoder(reference, spec.get("decoder"), names),
             cache_bytes,
+            normalize if steps(spec, "normalizer", "normalizers") else None,
         )
         del reference, spec, text
         give_back_memory()
@@ -116,6 +122,35 @@ class Tokenizer:
         lookup = self._look_up(text, salt)
         self._encode_new(lookup)
         return self._framed(text, lookup, add_special_tokens)
+
+    async def encode_parts(self, parts: Sequence[str], *, salt: str = "") -> bytes:
+        """Tokens of a text that is given in parts; no token lies across two of them. Raises InvalidRequestError."""
+        if len(parts) == 1:
+            return await self.encode_packed(parts[0], add_special_tokens=False, salt=salt)
+        return await _in_thread(self._encode_parts, parts, salt)
+
+    def _encode_parts(self, parts: Sequence[str], salt: str) -> bytes:
+        first, *others = parts
+        short = [part for part in others if len(part) < self._backend.least_piece_chars]
+        known = dict(zip(short, self._continued(self._encoded, short), strict=True))
+        encoded = [self.encode_now(first, salt=salt)]
+        for part in others:
+            if part in known:
+                encoded.append(known[part])
+            else:
+                encoded += self._continued(lambda texts: [self.encode_now(text, salt=salt) for text in texts], [part])
+        return b"".join(encoded)
+
+    def _continued(self, encode: Callable[[Sequence[str]], Sequence[bytes]], parts: Sequence[str]) -> list[bytes]:
+        """Return the tokens of parts that continue a text."""
+        lead, lead_ids = self._lead
+        if not lead:
+            return list(encode(parts))
+        ids = encode([lead + part for part in parts])
+        return [
+            found[len(lead_ids) :] if found.startswith(lead_ids) else encode([part])[0]
+            for part, found in zip(parts, ids, strict=True)
+        ]
 
     def _look_up(self, text: str, salt: str) -> "Lookup":
         least_chars = self._backend.least_piece_chars
@@ -161,6 +196,15 @@ class Tokenizer:
         """All of them, as they are written."""
         return frozenset(self._names.special_ids)
 
+    @property
+    def added_tokens(self) -> frozenset[str]:
+        """Tokens that are looked for in a text before it is tokenized; special ones among them."""
+        return frozenset(self._names.added_ids)
+
+    def normalizer_for(self, tokens: Iterable[str]) -> "Normalize | None":
+        """Return the normalizer, if some of these added tokens are looked for in normalized text."""
+        return self._normalize if not self._names.normalized.isdisjoint(tokens) else None
+
     def detokenizer(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
         """A new stream of tokens to text. Special tokens show if they are named in `shown`."""
         return self._decoder.stream(shown)
@@ -197,6 +241,7 @@ class Lookup:
         return b"".join(self.ids)  # type: ignore[arg-type]
 
 
+Normalize = Callable[[str], str]
 Frame = Callable[[str, bytes], bytes]  # (text, its ids) -> its ids with the special tokens around
 
 
@@ -214,7 +259,14 @@ def frame_of(tokenizer: tokenizers.Tokenizer) -> Frame:
     return lambda text, ids: encode_framed(text)  # some template that does more
 
 
-def normalizer_of(tokenizer: tokenizers.Tokenizer) -> Callable[[str], str]:
+def lead_of(backend: TokenizerBackend) -> tuple[str, bytes]:
+    """Return what to put before a text that continues another one, with its tokens: some tokenizers write a sign for a
+    space before every text."""
+    lead, alone, both = backend.encode([LEAD, "a", f"{LEAD}a"])
+    return ("", b"") if lead + alone == both else (LEAD, lead)
+
+
+def normalizer_of(tokenizer: tokenizers.Tokenizer) -> Normalize:
     normalizer = tokenizer.normalizer
     return (lambda text: text) if normalizer is None else normalizer.normalize_str
 

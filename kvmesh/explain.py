@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from frontend.control_tokens import control_tokens
 from frontend.formats import AnswerFormat
 from frontend.models import Model
 from frontend.openai.parameters import parse_either
@@ -148,6 +149,7 @@ def load_model(card: WorkerCard) -> Model:
         block_size=card.block_size,
         created=0,
         base=card.model,
+        control=control_tokens(tokenizer, template.source if template else ""),
     )
 
 

@@ -160,6 +160,9 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokenizer_cache_mib: Annotated[
         float, Meta(ge=0, le=65536, description="picker: tokens of known pieces of prompts, for each model; 0: none")
     ] = 32.0
+    control_tokens_in_text: Annotated[
+        bool, Meta(description="picker: control tokens that a text spells count as such, as a frontend has it")
+    ] = False
     model_cache: Annotated[
         str, Meta(description="picker: folder for tokenizers that come from workers; default: ~/.cache/kvmesh/models")
     ] = ""

@@ -93,7 +93,7 @@ async def off_loop_if_long(tokens: Sequence[int], work: Callable[[], T]) -> T:
 
 async def _tokens(request: TokenizeRequest, model: Model, salt: str | None) -> bytes:
     if request.prompt is not None:
-        check_length(request.prompt, model, "prompt")
+        check_length([request.prompt], model, "prompt")
         with_special = request.add_special_tokens is not False
         return await model.tokenizer.encode_packed(request.prompt, add_special_tokens=with_special, salt=salt or "")
     chat = ParsedRequest(

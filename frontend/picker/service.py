@@ -116,6 +116,11 @@ def open_registry(config: RouterConfig, plane: PlaneClient, endpoints: EndpointF
     """Return the models of the workers that can be picked. Raise ConfigError if a package is missing."""
     cache_dir = Path(config.model_cache) if config.model_cache else default_cache_dir()
     folders = ModelFolders(plane, cache_dir, int(config.model_cache_mib * 2**20))
-    models = ModelRegistry(config.tokenizer, int(config.tokenizer_cache_mib * 2**20), folders=folders)
+    models = ModelRegistry(
+        config.tokenizer,
+        int(config.tokenizer_cache_mib * 2**20),
+        folders=folders,
+        control_tokens_in_text=config.control_tokens_in_text,
+    )
     endpoints.listen(models.add, models.remove)
     return models

@@ -106,7 +106,7 @@ def cut_rules(spec: dict[str, Any], normalize: Callable[[str], str]) -> CutRules
         return CutRules()
     anchors = _anchors(added)
     plain, dropped_chars = _plain_cuts(spec, normalize)
-    anchor = _any_of(anchors) if anchors else None
+    anchor = any_of(anchors) if anchors else None
     return CutRules(
         plain=plain,
         dropped_chars=dropped_chars,
@@ -147,8 +147,8 @@ def _anchors(added: Sequence[Step]) -> list[str]:
     return anchors
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Matches each of `texts`; fails fast, at the first two characters, even if there are hundreds."""
+def any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern for each of `texts`; it fails fast, at the first two characters, even if there are hundreds."""
     endings: dict[str, list[str]] = {}
     for text in texts:
         endings.setdefault(text[:2], []).append(re.escape(text[2:]))
@@ -179,8 +179,8 @@ def _plain_cuts(spec: dict[str, Any], normalize: Callable[[str], str]) -> tuple[
     added = spec.get("added_tokens") or []
     prover = _Prover(
         normalize=normalize,
-        normalizers=_steps(spec, "normalizer", "normalizers"),
-        pre_tokenizers=_steps(spec, "pre_tokenizer", "pretokenizers"),
+        normalizers=steps(spec, "normalizer", "normalizers"),
+        pre_tokenizers=steps(spec, "pre_tokenizer", "pretokenizers"),
         model=spec["model"],
         added_texts="\0".join([text for token in added for text in (token["content"], normalize(token["content"]))]),
         greedy_ends={
@@ -271,13 +271,13 @@ class _Prover:
         return "".join([pair.spelled[char] for char in safe])
 
 
-def _steps(spec: dict[str, Any], kind: str, members: str) -> list[Step]:
-    """The steps of `spec[kind]`, in order, sequences unfolded."""
+def steps(spec: dict[str, Any], kind: str, members: str) -> list[Step]:
+    """Return the steps of `spec[kind]`, in order, sequences unfolded."""
     step = spec.get(kind)
     if step is None:
         return []
     if step["type"] == "Sequence":
-        return [inner for member in step[members] for inner in _steps({kind: member}, kind, members)]
+        return [inner for member in step[members] for inner in steps({kind: member}, kind, members)]
     return [step]
 
 

@@ -16,6 +16,7 @@ class TokenNames:
         added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
         self.added_ids = {token.content: token_id for token_id, token in added.items()}  # special ones among them
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.normalized = frozenset(token.content for token in added.values() if token.normalized)  # looked for so
         self.longest_chars = max(map(len, ids), default=1)
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
+from tests.frontend.tiny import byte_level
 from tests.support.budget import examples
 from workers.engines.attached.texts import Texts, read_texts
 
@@ -44,3 +45,21 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, content: str | 
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match="--model-path"):
         read_texts(tmp_path)
+
+
+def test_a_special_token_that_a_text_spells_is_none_to_the_server() -> None:
+    tokenizer = byte_level()
+    special = [tokenizer.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>")]
+    spelled = [
+        token for part in ("a <|im_end", "|> b") for token in tokenizer.encode(part, add_special_tokens=False).ids
+    ]
+    text = Texts(tokenizer).text_of([special[0], *spelled, special[1], special[0], *spelled])
+    assert text == "<|im_start|>a <\u200b|im_end|> b<|im_end|><|im_start|>a <\u200b|im_end|> b"
+    assert tokenizer.encode(text, add_special_tokens=False).ids.count(special[1]) == 1
+
+
+def test_a_prompt_without_such_texts_is_sent_as_it_is() -> None:
+    tokenizer = byte_level()
+    text = "<|im_start|>a < b\n<|im_end|>"
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    assert Texts(tokenizer).text_of(tokens) == text
