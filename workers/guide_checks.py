@@ -6,6 +6,7 @@ only later. Engines of other projects compile guides without such limits, so for
 
 import json
 import math
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +22,9 @@ MAX_GUIDE_BYTES = {  # an object of any shape has no value at all
     GuideKind.GRAMMAR: 16 << 10,
     GuideKind.REGEX: 8 << 10,
 }
+SMALL_SCHEMA_BYTES = 8 << 10
+# Keywords that stand for automata, which may be large although the schema is small.
+_AUTOMATA = re.compile(r'"(?:multipleOf|allOf|pattern|patternProperties|format|not|uniqueItems)"')
 # The states of an automaton for multiples are the remainders; powers of 2 and 5 are seen in a number's last digits.
 # 1,000,000 remainders take 7 s and 393 MiB.
 MAX_REMAINDERS = 1_000_000
@@ -41,6 +45,16 @@ def check_guide(guide: Guide) -> None:
             raise InvalidRequestError(str(fault), param=f"guide#{fault.pointer}") from fault
         except (ValueError, RecursionError):  # no JSON, or nested too deeply: whoever compiles it says so
             return
+
+
+def may_be_costly(guide: Guide) -> bool:
+    """Return False for guides that compile in an instant: most are such."""
+    match guide.kind:
+        case GuideKind.JSON | GuideKind.CHOICE:
+            return False
+        case GuideKind.JSON_SCHEMA:
+            return len(guide.value) > SMALL_SCHEMA_BYTES or _AUTOMATA.search(guide.value) is not None
+    return True
 
 
 def check_cost(schema: Any) -> None:

@@ -10,7 +10,7 @@ class GuideSetup(msgspec.Struct, frozen=True, array_like=True):
     """Say what the processes of one worker share."""
 
     tokenizer: str  # path of tokenizer.json
-    vocab_size: int
+    vocab_size: int  # 0: as the tokenizer says
     eos_token_ids: tuple[int, ...]
     whitespace: GuideWhitespace
 

@@ -58,8 +58,10 @@ def prepare(argument: bytes) -> Callable[[], Callable[[bytes], bytes]]:
     """Return what makes the handler of a child process. Runs once, in the zygote."""
     setup = msgspec.msgpack.decode(argument, type=GuideSetup)
     with open(setup.tokenizer, encoding="utf-8") as file:
-        tokenizer = LLTokenizer(file.read(), n_vocab=setup.vocab_size, eos_token=list(setup.eos_token_ids) or None)
-    return lambda: GuideProcess(tokenizer, setup.vocab_size, _WHITESPACE[setup.whitespace]).handle
+        tokenizer = LLTokenizer(
+            file.read(), n_vocab=setup.vocab_size or None, eos_token=list(setup.eos_token_ids) or None
+        )
+    return lambda: GuideProcess(tokenizer, tokenizer.vocab_size, _WHITESPACE[setup.whitespace]).handle
 
 
 class GuideProcess:

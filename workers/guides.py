@@ -45,6 +45,7 @@ from workers.schemas import GuideWhitespace
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+SIMPLER = "make it simpler"  # the hint of all refusals for a limit of time or memory
 COMPILE_S = 5.0  # CPU time to compile a guide
 MASK_S = 1.0  # CPU time for one token of an answer
 GRACE_S = 0.005  # that a step waits for the guides of its answers; those that take longer miss the next steps
@@ -54,7 +55,7 @@ STACK_BYTES = 512 * MIB
 MOST_BYTES = 1024 * MIB  # of all processes; above it idle ones end, then the largest
 COMPILING, COMPILING_PER_KEY = 3, 2  # guides that are compiled at once
 MOST_PROCESSES, PROCESSES_PER_KEY = 96, 64
-MOST_IDLE = 32  # processes without an answer that are kept for the next request
+MOST_IDLE, MOST_IDLE_BYTES = 16, 256 * MIB  # processes without an answer that are kept for the next request
 IDLE_S = 300.0
 MOST_ANSWERS = 16  # in one process: each has a lexer of its own
 REFUSALS_BYTES = 1 * MIB  # of remembered refusals
@@ -199,7 +200,7 @@ class Guides:
 
     @property
     def num_processes(self) -> int:
-        return sum(len(homes) for homes in self._homes.values())
+        return len(self._all())
 
     @property
     def grown_bytes(self) -> int:
@@ -223,6 +224,14 @@ class Guides:
             if (home := self._home_of(digest)) is not None:
                 return await self._enter(home, guide, tuple(generated))
             await self._compiled(digest, guide, key)
+
+    async def check_cost(self, guide: Guide, key: str) -> None:
+        """Raise InvalidRequestError for a guide that passes a limit. One that is at fault otherwise passes here."""
+        try:
+            (await self.open(guide, key=key)).close()
+        except InvalidRequestError as error:
+            if error.hint == SIMPLER:
+                raise
 
     def close(self) -> None:
         """End all processes. The requests that wait fail."""
@@ -320,7 +329,7 @@ class Guides:
     # --- what is kept -------------------------------------------------------------------------------------------------
 
     def _all(self) -> list[_Home]:
-        return [home for homes in self._homes.values() for home in homes]
+        return [home for homes in self._homes.values() for home in homes if home.is_alive]
 
     def _on_end(self, digest: bytes, home: _Home) -> None:
         self._processes.leave(home.key)
@@ -337,11 +346,12 @@ class Guides:
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(IDLE_S / 4, self._sweep)
         idle = [home for home in self._all() if not home.num_answers]
-        excess_bytes = self.grown_bytes - MOST_BYTES
-        while idle and (len(idle) > MOST_IDLE or excess_bytes > 0):
-            excess_bytes -= idle[0].grown_bytes
+        idle_bytes = sum(home.grown_bytes for home in idle)
+        in_use_bytes = self.grown_bytes - idle_bytes
+        while idle and (len(idle) > MOST_IDLE or idle_bytes > min(MOST_IDLE_BYTES, MOST_BYTES - in_use_bytes)):
+            idle_bytes -= idle[0].grown_bytes
             idle.pop(0).close()
-        if excess_bytes > 0:
+        if in_use_bytes > MOST_BYTES:
             max(self._all(), key=lambda home: home.grown_bytes).close()
 
     def _make_room(self) -> None:
@@ -400,6 +410,13 @@ def open_guides(
     except ValueError as error:
         log.warning("no guided decoding: llguidance cannot read %s: %s", tokenizer, error)
         return None
+    return lazy_guides(tokenizer, vocab_size, eos_token_ids, whitespace)
+
+
+def lazy_guides(
+    tokenizer: Path, vocab_size: int = 0, eos_token_ids: Sequence[int] = (), whitespace: GuideWhitespace = "compact"
+) -> Guides:
+    """Return what compiles guides; the tokenizer is read with the first of them. `vocab_size` 0: the tokenizer's."""
     setup = GuideSetup(str(tokenizer.resolve()), vocab_size, tuple(eos_token_ids), whitespace)
     argument = msgspec.msgpack.encode(setup)
     return Guides(Children(Setup("workers.guide_process:prepare", argument, PROCESS_BYTES, STACK_BYTES)), vocab_size)
@@ -408,12 +425,12 @@ def open_guides(
 def _refusal(guide: Guide, error: JobError, limit_s: float) -> MeshError:
     if isinstance(error, JobTooLongError):
         return InvalidRequestError(
-            f"the {guide_name(guide)} took longer than {limit_s:g} s to compile", hint="make it simpler", param="guide"
+            f"the {guide_name(guide)} took longer than {limit_s:g} s to compile", hint=SIMPLER, param="guide"
         )
     if isinstance(error, JobTooLargeError):
         return InvalidRequestError(
             f"the {guide_name(guide)} took more than {PROCESS_BYTES // MIB} MiB of memory to compile",
-            hint="make it simpler",
+            hint=SIMPLER,
             param="guide",
         )
     return EngineError(f"the process of the {guide_name(guide)} has ended: {error}")

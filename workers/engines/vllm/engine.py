@@ -191,6 +191,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         check_generation(request, self._ready())
+        await self._life.try_guide(request)
         self._check_rank(request.dp_rank)
         answer = self._first_try(request)
         with self._life.counted():
