@@ -15,6 +15,7 @@ from protocol.messages import pack_tokens
 
 PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
 LONG_TURNS = 512  # messages and calls in them; rendering more in the event loop would hold it up for milliseconds
+LONG_CHAT_BYTES = 64 << 10  # likewise
 PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
 INFILL_TOKENS = (  # before the prompt, before the suffix, before the answer: in Qwen's, StarCoder's, DeepSeek's words
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -65,12 +66,20 @@ async def in_turns(
 async def chat_prompt(parsed: ParsedRequest, model: Model) -> TokenizedPrompt:
     """Render and tokenize a chat; the template writes the special tokens."""
     assert parsed.messages is not None
-    turns = sum([1 + len(message.get("tool_calls") or ()) for message in parsed.messages])
-    text = render(parsed, model) if turns <= LONG_TURNS else await asyncio.to_thread(render, parsed, model)
+    text = await asyncio.to_thread(render, parsed, model) if is_long_chat(parsed) else render(parsed, model)
     rendered = time.monotonic()
     check_length(text, model, parsed.names.prompt)
     tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=parsed.cache_salt or "")
     return TokenizedPrompt(tokens, text[-PROMPT_TAIL_CHARS:], rendered=rendered)
+
+
+def is_long_chat(parsed: ParsedRequest) -> bool:
+    """Return whether rendering a chat may take milliseconds: for its turns, or its text with all tools and options."""
+    messages = parsed.messages or ()
+    if sum([1 + len(message.get("tool_calls") or ()) for message in messages]) > LONG_TURNS:
+        return True
+    tools = parsed.tools.shown if parsed.tools is not None else ()
+    return len(msgspec.json.encode((messages, tools, parsed.template_options))) > LONG_CHAT_BYTES
 
 
 def render(parsed: ParsedRequest, model: Model) -> str:
