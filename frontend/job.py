@@ -203,6 +203,7 @@ def generate_request(
         guide=parsed.guide,
         traceparent=context[0],
         tracestate=context[1],
+        tenant=parsed.hints.tenant if parsed.guide is not None else "",
     )
 
 

@@ -17,7 +17,7 @@ from protocol.messages import pack_tokens
 
 PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
 LONG_TURNS = 512  # messages and calls in them; rendering more in the event loop would hold it up for milliseconds
-LONG_CHARS = 256 * 1024  # likewise, to look for control tokens
+LONG_CHAT_BYTES = 64 << 10  # likewise, of its texts, tools and options
 PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
 BETWEEN_PARTS = "\0"  # in the tail: what a message spells opens no thoughts
 INFILL_TOKENS = (  # before the prompt, before the suffix, before the answer: in Qwen's, StarCoder's, DeepSeek's words
@@ -69,15 +69,27 @@ async def in_turns(
 async def chat_prompt(parsed: ParsedRequest, model: Model) -> TokenizedPrompt:
     """Render and tokenize a chat; the template alone writes control tokens."""
     assert parsed.messages is not None
-    turns = sum([1 + len(message.get("tool_calls") or ()) for message in parsed.messages])
-    chars = sum([len(message.get("content") or "") for message in parsed.messages])
-    is_long = turns > LONG_TURNS or chars > LONG_CHARS
-    parts = await asyncio.to_thread(render, parsed, model) if is_long else render(parsed, model)
+    parts = await asyncio.to_thread(render, parsed, model) if is_long_chat(parsed) else render(parsed, model)
     rendered = time.monotonic()
     check_length(parts, model, parsed.names.prompt)
     tokens = await model.tokenizer.encode_parts(parts, salt=parsed.cache_salt or "")
     tail = BETWEEN_PARTS.join(parts[-PROMPT_TAIL_CHARS:])[-PROMPT_TAIL_CHARS:]
     return TokenizedPrompt(tokens, tail, rendered=rendered)
+
+
+def is_long_chat(parsed: ParsedRequest) -> bool:
+    """Return whether rendering a chat may take milliseconds: for its turns, or its text with all tools and options."""
+    messages = parsed.messages or ()
+    if sum([1 + len(message.get("tool_calls") or ()) for message in messages]) > LONG_TURNS:
+        return True
+    plain = sum([len(text) for message in messages if isinstance(text := message.get("content"), str)])
+    return plain > LONG_CHAT_BYTES or len(msgspec.json.encode(_beside_plain(parsed))) > LONG_CHAT_BYTES - plain
+
+
+def _beside_plain(parsed: ParsedRequest) -> object:
+    """Return what a template renders beside contents that are plain strings: all else of messages, tools, options."""
+    rest = [value for message in parsed.messages or () for value in message.values() if type(value) is not str]
+    return rest, parsed.tools.shown if parsed.tools is not None else (), parsed.template_options
 
 
 def render(parsed: ParsedRequest, model: Model) -> list[str]:

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ Main = Callable[[asyncio.Event], Awaitable[int | None]]
 
 PARENT_PID = "KVMESH_PARENT_PID"
 
+LINGER_S = 5.0  # of a process whose main has ended, for what other threads still do
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2  # a supervisor does not start it again
 _PR_SET_PDEATHSIG = 1
@@ -184,7 +187,18 @@ async def _until_done(main: Main) -> int:
         code = signals.exit_code
     if stop.is_set():
         log.info("stopped")  # the last line of a service's log
+        threading.Thread(target=_end_anyway, args=(code,), name="end of the process", daemon=True).start()
     return code
+
+
+def _end_anyway(code: int) -> None:
+    """End the process if it still runs a while after it has stopped: the interpreter waits for every other thread."""
+    time.sleep(LINGER_S)
+    alive = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    log.warning("the process ends without its threads, which do not end: %s", ", ".join(alive))
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(code)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

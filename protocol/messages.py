@@ -195,6 +195,7 @@ class GenerateRequest(Message, frozen=True):
     # Of the request's trace, in W3C's form; "": it has none. Where it has, the last delta is a TimedDelta.
     traceparent: Annotated[str, Meta(max_length=256)] = ""
     tracestate: Annotated[str, Meta(max_length=512)] = ""
+    tenant: Annotated[str, Meta(max_length=256)] = ""  # whose share of what is limited per tenant it uses
 
 
 MAX_PREFIX_BLOCKS = 8192  # of a prompt, that one worker offers another: each is named and compared

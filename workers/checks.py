@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.messages import EmbedRequest, Feature, GenerateRequest
 from workers.engine import EngineInfo
+from workers.guide_checks import check_guide
 
 
 def check_generation(request: GenerateRequest, info: EngineInfo) -> None:
-    """Raise InvalidRequestError for a feature or an adapter that the engine lacks."""
+    """Raise InvalidRequestError for a feature or an adapter that the engine lacks, and for a guide that is too large or
+    certain to be too costly."""
     if Feature.COMPLETIONS not in info.features:
         raise InvalidRequestError(
             "this worker's engine computes no completions", hint="use /v1/embeddings", param="model"
@@ -21,6 +23,8 @@ def check_generation(request: GenerateRequest, info: EngineInfo) -> None:
                 hint="send it to a worker whose card lists it",
                 param=param,
             )
+    if request.guide is not None:
+        check_guide(request.guide)
     _check_lora(request.lora, info)
 
 

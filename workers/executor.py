@@ -111,7 +111,7 @@ class Executor(Protocol):
         """Make the KV cache: num_blocks * layout.block_bytes, zeroed, in `memory` where one is given."""
 
     def execute(self, rows: Sequence[Row]) -> Sequence[Result]:
-        """Run one step; one result per row. For a row whose guide fails meanwhile, any token will do."""
+        """Run one step; one result per row. For a row whose guide allows no token, any will do."""
 
     def close(self) -> None: ...
 

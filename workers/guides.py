@@ -1,200 +1,393 @@
 """Hold an answer to a guide: after each token, which ones may come next. The package `llguidance` does the parsing.
 
 The place of an answer in its guide is a function of the guide and the answer's tokens. So a decode leg or a migrated
-answer continues as it would have on the first worker. Guides come from the network: a large one is refused before it is
-parsed, and a costly one by the limits of the parser. A deeply nested guide is compiled on a stack that is deep enough.
+answer continues as it would have on the first worker.
+
+Guides come from the network, and a guide of 40 bytes may compile for minutes and take gigabytes, at its beginning or at
+any later token. So each guide has a process of its own, with limits of time and memory, which compiles the guide and
+follows the answers under it. A process that passes a limit is killed: the answers under this guide fail, no others.
+Reasons and figures: docs/decisions/0055-expensive-work.md.
 """
 
 import asyncio
-import json
+import hashlib
 import logging
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import EngineError, InvalidRequestError
-from protocol.messages import Guide, GuideKind
-from workers.choices import choices_of
-from workers.schemas import GuideWhitespace, SchemaFault, fault_of, fault_reason, held_text
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-    from llguidance._lib import JsonCompileOptions
+from mesh.jobs.children import Child, Children, JobError, JobTooLargeError, JobTooLongError
+from mesh.jobs.frames import Setup
+from mesh.jobs.places import Places
+from protocol.errors import EngineError, InvalidRequestError, MeshError
+from protocol.messages import Guide
+from workers.guide_checks import check_guide
+from workers.guide_messages import (
+    BeginAnswer,
+    Close,
+    Compile,
+    GuideRefused,
+    GuideSetup,
+    Job,
+    Standing,
+    Take,
+    guide_name,
+    reply_decoder,
+)
+from workers.schemas import GuideWhitespace
 
 log = logging.getLogger(__name__)
 
-MAX_GUIDE_BYTES = {  # an object of any shape has no value at all
-    GuideKind.JSON: 0,
-    GuideKind.JSON_SCHEMA: 128 << 10,
-    GuideKind.CHOICE: 64 << 10,
-    GuideKind.GRAMMAR: 16 << 10,
-    GuideKind.REGEX: 8 << 10,
-}
-MAX_COMPILED = 64  # guides that are kept for the next request
-COMPILE_TIMEOUT_S = 10.0
-COMPILE_THREADS = 2
-PROBE_S = 0.5  # to find the part of a schema that is at fault
+MIB = 1 << 20
+SIMPLER = "make it simpler"  # the hint of all refusals for a limit of time or memory
+COMPILE_S = 5.0  # CPU time to compile a guide
+MASK_S = 1.0  # CPU time for one token of an answer
+GRACE_S = 0.005  # that a step waits for the guides of its answers; those that take longer miss the next steps
+PROCESS_BYTES = 256 * MIB  # one process may have so much more than the zygote
 # The parser recurses once per reference of a chain of definitions; the largest guides need a tenth of this.
-COMPILE_STACK_BYTES = 512 << 20
-# between the parts of JSON: none, or a bounded run, because a model may indent for ever
-_WHITESPACE: "dict[GuideWhitespace, JsonCompileOptions]" = {
-    "compact": {"whitespace_flexible": False},
-    "flexible": {"whitespace_pattern": r"[ \n\r\t]{1,64}"},
-}
+STACK_BYTES = 512 * MIB
+MOST_BYTES = 1024 * MIB  # of all processes; above it idle ones end, then the largest
+COMPILING, COMPILING_PER_KEY = 3, 2  # guides that are compiled at once
+MOST_PROCESSES, PROCESSES_PER_KEY = 96, 64
+MOST_IDLE, MOST_IDLE_BYTES = 16, 256 * MIB  # processes without an answer that are kept for the next request
+IDLE_S = 300.0
+MOST_ANSWERS = 16  # in one process: each has a lexer of its own
+REFUSALS_BYTES = 1 * MIB  # of remembered refusals
+_REFUSAL_BYTES = 512  # of one, beside its text
+
+
+class GuidedRow(Protocol):
+    """Has a guide, or none. A row of a step does."""
+
+    @property
+    def guide(self) -> "Matcher | None": ...
 
 
 class Matcher:
-    """The place of one answer in its guide. Two threads must not use it at once."""
+    """Keeps the place of one answer in its guide."""
 
-    def __init__(self, inner: "LLMatcher", vocab_size: int) -> None:
-        self._inner = inner
+    def __init__(
+        self, home: "_Home", number: int, vocab_size: int, standing: Standing, on_close: Callable[[], None]
+    ) -> None:
+        self._home = home
+        self._on_close = on_close
+        self._number = number
         self._vocab_size = vocab_size
+        self._standing = standing
+        self._answer: asyncio.Future[bytes] | None = None
+        self._is_closed = False
 
     def allowed(self) -> NDArray[np.bool_] | None:
         """Return the tokens that may come next: bool [vocab_size], at least one of them. None: see `failure`."""
-        packed = self._inner.compute_bitmask()
-        if self._inner.is_error():
+        if not self._standing.mask:
             return None
-        bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._vocab_size, bitorder="little")
-        return bits.view(np.bool_)
+        packed = np.frombuffer(self._standing.mask, np.uint8)
+        return np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
 
-    def take(self, token_id: int) -> None:
-        """The answer goes on with this token; one that was not allowed is a `failure`."""
-        self._inner.consume_token(token_id)
+    def take(self, token_id: int) -> "asyncio.Future[bytes] | None":
+        """The answer continues with this token; one that was not allowed is a `failure`.
+
+        Return what is done when the matcher stands behind the token, None if it does already. Until then it
+        `is_waiting`.
+        """
+        if self._is_closed or self.failure or self.is_complete:
+            return None
+        self._answer = self._home.send(Take(self._number, token_id))
+        self._answer.add_done_callback(self._on_answer)
+        return self._answer
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the process still works on the last token."""
+        return self._answer is not None
 
     @property
     def is_complete(self) -> bool:
         """Return whether no token may follow."""
-        return self._inner.is_stopped() and not self._inner.is_error()
+        return self._standing.is_complete
 
     @property
     def failure(self) -> str:
         """Return why the answer cannot continue: too costly to follow, or it has left the guide. Empty: it can."""
-        return _first_line(self._inner.get_error()) if self._inner.is_error() else ""
+        return self._standing.failure
+
+    def close(self) -> None:
+        """Free the answer's place. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._home.leave(self._number)
+            self._on_close()
+
+    def _on_answer(self, answer: "asyncio.Future[bytes]") -> None:
+        self._answer = None
+        if answer.cancelled():
+            return
+        if (error := answer.exception()) is not None:
+            self._standing = Standing(failure=_why_ended(error))
+            return
+        reply = reply_decoder.decode(answer.result())
+        assert isinstance(reply, Standing), "only a guide or its beginning is refused"
+        self._standing = reply
+        self._home.note(reply)
+
+
+class _Home:
+    """Keeps the process of one guide, and counts the answers under it."""
+
+    def __init__(self, child: Child, guide: Guide, key: str, changed: Callable[["_Home"], None]) -> None:
+        self._child = child
+        self.guide = guide
+        self.key = key
+        self.grown_bytes = 0
+        self.num_answers = 0
+        self.idle_since_s = 0.0
+        self._changed = changed
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.is_alive
+
+    @property
+    def ended(self) -> "asyncio.Future[None]":
+        return self._child.ended
+
+    def send(self, job: Job) -> "asyncio.Future[bytes]":
+        return self._child.send(msgspec.msgpack.encode(job))
+
+    def note(self, standing: Standing) -> None:
+        """Remember how much memory the process has."""
+        if standing.grown_bytes != self.grown_bytes:
+            self.grown_bytes = standing.grown_bytes
+            self._changed(self)
+
+    def leave(self, number: int) -> None:
+        """An answer has ended."""
+        self.num_answers -= 1
+        self.idle_since_s = asyncio.get_running_loop().time()
+        if self.is_alive:
+            self.send(Close(number)).add_done_callback(_ignore)
+        self._changed(self)
+
+    def follow(self) -> None:
+        """The guide is compiled: from now on there are only tokens to take."""
+        self._child.set_limit(MASK_S)
+
+    def close(self) -> None:
+        self._child.close()
 
 
 class Guides:
-    """Compiles guides for one tokenizer, in threads of its own, and remembers the latest."""
+    """Compiles guides for one tokenizer, in processes, and keeps the latest of them."""
 
-    def __init__(
-        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int], whitespace: GuideWhitespace
-    ) -> None:
-        """Raises ImportError without the package, ValueError for a tokenizer that it cannot read."""
-        from llguidance import LLTokenizer
-
-        eos = list(eos_token_ids) or None
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+    def __init__(self, children: Children, vocab_size: int) -> None:
+        self._children = children
         self._vocab_size = vocab_size
-        self._whitespace = _WHITESPACE[whitespace]
-        self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._homes: OrderedDict[bytes, list[_Home]] = OrderedDict()  # by the guide's digest, the latest used last
+        self._refused: OrderedDict[bytes, InvalidRequestError] = OrderedDict()
+        self._compilations: dict[bytes, asyncio.Task[None]] = {}
+        self._processes = Places(MOST_PROCESSES, PROCESSES_PER_KEY)
+        self._compiling = Places(COMPILING, COMPILING_PER_KEY)
+        self._numbers = count()
+        self._sweeper: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._threads = _deep_threads(COMPILE_THREADS, COMPILE_STACK_BYTES)
+        self.num_answers = 0  # that are held to a guide now
 
     @property
-    def num_compiled(self) -> int:
-        return len(self._compiled)
+    def num_processes(self) -> int:
+        return len(self._all())
 
-    async def open(self, guide: Guide, generated: Sequence[int] = ()) -> Matcher:
-        """Begin an answer, or continue one that has `generated` tokens.
+    @property
+    def grown_bytes(self) -> int:
+        """Return the memory of all processes, as last measured."""
+        return sum(home.grown_bytes for home in self._all())
+
+    async def open(self, guide: Guide, generated: Sequence[int] = (), key: str = "") -> Matcher:
+        """Begin an answer, or continue one that has `generated` tokens. `key`: whose share it counts to.
 
         Raises InvalidRequestError for a guide that cannot be compiled or that `generated` does not follow, and
         EngineError once it is closed.
         """
-        num_bytes, most = len(guide.value.encode()), MAX_GUIDE_BYTES[guide.kind]
-        if num_bytes > most:
-            raise InvalidRequestError(
-                f"the {_named(guide)} has {num_bytes} bytes, at most {most} are taken", param="guide"
-            )
-        if self._is_closed:
-            raise EngineError("the engine is stopping")
-        loop = asyncio.get_running_loop()
+        check_guide(guide)
+        digest = hashlib.blake2b(f"{guide.kind} {guide.value}".encode(errors="surrogatepass"), digest_size=16).digest()
+        while True:
+            if self._is_closed:
+                raise EngineError("the engine is stopping")
+            if (refusal := self._refused.get(digest)) is not None:
+                self._refused.move_to_end(digest)
+                raise refusal
+            if (home := self._home_of(digest)) is not None:
+                return await self._enter(home, guide, tuple(generated))
+            await self._compiled(digest, guide, key)
+
+    async def check_cost(self, guide: Guide, key: str) -> None:
+        """Raise InvalidRequestError for a guide that passes a limit. One that is at fault otherwise passes here."""
         try:
-            async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                return await loop.run_in_executor(self._threads, self._open, guide, tuple(generated))
-        except TimeoutError:
-            raise InvalidRequestError(
-                f"the {_named(guide)} took longer than {COMPILE_TIMEOUT_S:g} s to compile",
-                hint="make it simpler",
-                param="guide",
-            ) from None
+            (await self.open(guide, key=key)).close()
+        except InvalidRequestError as error:
+            if error.hint == SIMPLER:
+                raise
 
     def close(self) -> None:
-        """Fail the requests that wait. A guide that is being compiled cannot be stopped, and is not waited for."""
+        """End all processes. The requests that wait fail."""
         self._is_closed = True
-        self._threads.shutdown(wait=False)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for compilation in self._compilations.values():
+            compilation.cancel()
+        self._children.close()
 
-    def _open(self, guide: Guide, generated: tuple[int, ...]) -> Matcher:
+    def _home_of(self, digest: bytes) -> _Home | None:
+        for home in self._homes.get(digest, ()):
+            if home.is_alive and home.num_answers < MOST_ANSWERS:
+                self._homes.move_to_end(digest)
+                return home
+        return None
+
+    async def _enter(self, home: _Home, guide: Guide, generated: tuple[int, ...]) -> Matcher:
+        number = next(self._numbers)
+        home.num_answers += 1
+        try:
+            reply = reply_decoder.decode(await home.send(BeginAnswer(number, generated)))
+            if isinstance(reply, GuideRefused):
+                raise InvalidRequestError(reply.message, hint=reply.hint, param=reply.param)
+        except JobError as error:
+            home.leave(number)
+            raise _refusal(guide, error, MASK_S) from None
+        except BaseException:
+            home.leave(number)
+            raise
+        home.note(reply)
+        self.num_answers += 1
+        return Matcher(home, number, self._vocab_size, reply, self._on_close)
+
+    def _on_close(self) -> None:
+        self.num_answers -= 1
+
+    # --- compiling ----------------------------------------------------------------------------------------------------
+
+    async def _compiled(self, digest: bytes, guide: Guide, key: str) -> None:
+        """Wait until the guide has a process with room, or is refused. All that ask for it wait for one compilation."""
+        compilation = self._compilations.get(digest)
+        if compilation is None:
+            compilation = asyncio.create_task(self._compile(digest, guide, key), name="compile a guide")
+            self._compilations[digest] = compilation
+            compilation.add_done_callback(lambda _: self._compilations.pop(digest, None))
+            compilation.add_done_callback(_ignore)
+        try:
+            await asyncio.shield(compilation)
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise EngineError("the engine is stopping") from None
+            raise
+
+    async def _compile(self, digest: bytes, guide: Guide, key: str) -> None:
+        """Give the guide a process, or remember why it is refused."""
+        self._children.prepare()  # it takes longer than the rest
+        self._make_room()
+        async with self._compiling.hold(key):
+            await self._processes.enter(key)
+            try:
+                child = await self._children.open(COMPILE_S)
+            except BaseException:
+                self._processes.leave(key)
+                raise
+            child.ended.add_done_callback(lambda _: self._on_end(digest, home))
+            home = _Home(child, guide, key, self._on_change)
+            try:
+                reply = reply_decoder.decode(await home.send(Compile(guide)))
+                if isinstance(reply, GuideRefused):
+                    raise InvalidRequestError(reply.message, hint=reply.hint, param=reply.param)
+            except JobError as error:
+                refusal = _refusal(guide, error, COMPILE_S)
+                if isinstance(refusal, InvalidRequestError):
+                    self._refuse(digest, refusal)
+                raise refusal from None
+            except BaseException as error:
+                if isinstance(error, InvalidRequestError):
+                    self._refuse(digest, error)
+                home.close()
+                raise
+        home.follow()
+        home.idle_since_s = asyncio.get_running_loop().time()
+        self._homes.setdefault(digest, []).append(home)
+        self._homes.move_to_end(digest)
+        home.note(reply)
+
+    def _refuse(self, digest: bytes, refusal: InvalidRequestError) -> None:
+        self._refused[digest] = refusal
+        size = sum(_REFUSAL_BYTES + len(str(known)) for known in self._refused.values())
+        while size > REFUSALS_BYTES:
+            _, oldest = self._refused.popitem(last=False)
+            size -= _REFUSAL_BYTES + len(str(oldest))
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _all(self) -> list[_Home]:
+        return [home for homes in self._homes.values() for home in homes if home.is_alive]
+
+    def _on_end(self, digest: bytes, home: _Home) -> None:
+        self._processes.leave(home.key)
+        homes = self._homes.get(digest, [])
+        if home in homes:
+            homes.remove(home)
+        if not homes:
+            self._homes.pop(digest, None)
+
+    def _on_change(self, changed: _Home) -> None:
+        """Keep the limits: of idle processes, and of the memory of all."""
         if self._is_closed:
-            raise EngineError("the engine is stopping")
-        with self._lock:
-            fresh = self._compiled.get(guide)
-            if fresh is not None:
-                self._compiled.move_to_end(guide)
-        if fresh is None:
-            fresh = self._compile(guide)
-            with self._lock:
-                self._compiled[guide] = fresh
-                while len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-        matcher = Matcher(fresh.deep_copy(), self._vocab_size)
-        for token_id in generated:
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(f"the generated token {token_id} is not in the vocabulary", param="generated")
-            matcher.take(token_id)
-        if matcher.failure:
-            raise InvalidRequestError(
-                f"the {len(generated)} tokens generated so far do not follow the {_named(guide)}: {matcher.failure}",
-                param="generated",
-            )
-        return matcher
+            return
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().call_later(IDLE_S / 4, self._sweep)
+        idle = [home for home in self._all() if not home.num_answers]
+        idle_bytes = sum(home.grown_bytes for home in idle)
+        in_use_bytes = self.grown_bytes - idle_bytes
+        while idle and (len(idle) > MOST_IDLE or idle_bytes > min(MOST_IDLE_BYTES, MOST_BYTES - in_use_bytes)):
+            idle_bytes -= idle[0].grown_bytes
+            idle.pop(0).close()
+        if in_use_bytes > MOST_BYTES:
+            max(self._all(), key=lambda home: home.grown_bytes).close()
 
-    def _compile(self, guide: Guide) -> "LLMatcher":
-        try:
-            matcher = self._matcher(_grammar(guide, self._whitespace))
-            if not matcher.is_error():
-                return matcher
-            if guide.kind is not GuideKind.JSON_SCHEMA:
-                reason = fault_reason(matcher.get_error())
-                raise InvalidRequestError(f"the {_named(guide)} cannot be followed: {reason}", param="guide")
-            until = time.monotonic() + PROBE_S
-            raise fault_of(guide.value, matcher.get_error(), lambda part: self._problem(part, until))
-        except SchemaFault as fault:
-            raise InvalidRequestError(str(fault), param=f"guide#{fault.pointer}") from fault
+    def _make_room(self) -> None:
+        """End the process that has been idle the longest, if there may be no further one."""
+        if self.num_processes >= MOST_PROCESSES:
+            for home in self._all():
+                if not home.num_answers:
+                    home.close()
+                    return
 
-    def _problem(self, schema: Any, until: float) -> str:
-        """Return why a part of a schema cannot be followed; empty: it can be, or there is no time to find out."""
-        if time.monotonic() > until:
-            return ""
-        try:
-            matcher = self._matcher(_schema_grammar(json.dumps(schema), self._whitespace))
-        except (ValueError, RecursionError, SchemaFault) as error:
-            return str(error)
-        return matcher.get_error() if matcher.is_error() else ""
+    def _sweep(self) -> None:
+        """End processes that have been idle for long."""
+        self._sweeper = None
+        now = asyncio.get_running_loop().time()
+        for home in self._all():
+            if not home.num_answers and now - home.idle_since_s >= IDLE_S:
+                home.close()
+        if self._homes:
+            self._sweeper = asyncio.get_running_loop().call_later(IDLE_S / 4, self._sweep)
 
-    def _matcher(self, grammar: str) -> "LLMatcher":
-        """Return a matcher at its beginning. Where the grammar cannot be followed, the matcher is in error."""
-        from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(
-            initial_lexer_fuel=200_000,
-            step_lexer_fuel=100_000,
-            step_max_items=20_000,
-            max_lexer_states=20_000,
-            max_grammar_size=200_000,
-            verbose_errors=False,
-        )
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the lexer is built on demand: a pattern that it cannot compile fails here
-        return matcher
+async def follow_guides(rows: Sequence[GuidedRow], results: Sequence[object], on_late: Callable[[], object]) -> None:
+    """Let the guides of a step's answers take their tokens. Wait a moment for all, which nearly always is enough.
+
+    Of a guide that is costly, `on_late` reports later that it stands behind its token.
+    """
+    answers = []
+    for row, result in zip(rows, results, strict=True):
+        sampled = getattr(result, "sampled", result)
+        token_id = getattr(sampled, "token_id", None)
+        if row.guide is not None and token_id is not None and (answer := row.guide.take(token_id)) is not None:
+            answers.append(answer)
+    if answers:
+        _, late = await asyncio.wait(answers, timeout=GRACE_S)
+        for answer in late:
+            answer.add_done_callback(lambda _: on_late())
 
 
 def open_guides(
@@ -206,68 +399,52 @@ def open_guides(
         log.info("no guided decoding: %s is missing", tokenizer)
         return None
     try:
-        return Guides(tokenizer.read_text(encoding="utf-8"), vocab_size, eos_token_ids, whitespace)
+        from llguidance import LLTokenizer
+
+        LLTokenizer(
+            tokenizer.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None, slices=[]
+        )
     except ImportError as error:
         log.info("no guided decoding: %s; pip install 'kvmesh[torch]'", error)
+        return None
     except ValueError as error:
         log.warning("no guided decoding: llguidance cannot read %s: %s", tokenizer, error)
-    return None
+        return None
+    return lazy_guides(tokenizer, vocab_size, eos_token_ids, whitespace)
 
 
-def _grammar(guide: Guide, whitespace: "JsonCompileOptions") -> str:
-    """Return the guide in the notation of llguidance. Raise InvalidRequestError, SchemaFault."""
-    from llguidance import LLMatcher
-
-    match guide.kind:
-        case GuideKind.JSON:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=whitespace)
-        case GuideKind.JSON_SCHEMA:
-            try:
-                return _schema_grammar(guide.value, whitespace)
-            except ValueError as error:
-                raise SchemaFault((), f"the JSON schema cannot be read: {error}") from error
-        case GuideKind.REGEX:
-            return LLMatcher.grammar_from_regex(guide.value)
-        case GuideKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(guide.value)
-        case GuideKind.CHOICE:
-            # JSON writes a string as Lark does.
-            return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(choice) for choice in choices_of(guide.value))
-            )
+def lazy_guides(
+    tokenizer: Path, vocab_size: int = 0, eos_token_ids: Sequence[int] = (), whitespace: GuideWhitespace = "compact"
+) -> Guides:
+    """Return what compiles guides; the tokenizer is read with the first of them. `vocab_size` 0: the tokenizer's."""
+    setup = GuideSetup(str(tokenizer.resolve()), vocab_size, tuple(eos_token_ids), whitespace)
+    argument = msgspec.msgpack.encode(setup)
+    return Guides(Children(Setup("workers.guide_process:prepare", argument, PROCESS_BYTES, STACK_BYTES)), vocab_size)
 
 
-def _schema_grammar(schema: str, whitespace: "JsonCompileOptions") -> str:
-    """Raise ValueError, SchemaFault."""
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_json_schema(held_text(schema), overrides=whitespace)
-
-
-def _named(guide: Guide) -> str:
-    return {
-        GuideKind.JSON: "JSON guide",
-        GuideKind.JSON_SCHEMA: "JSON schema",
-        GuideKind.REGEX: "regular expression",
-        GuideKind.GRAMMAR: "grammar",
-        GuideKind.CHOICE: "list of choices",
-    }[guide.kind]
+def _refusal(guide: Guide, error: JobError, limit_s: float) -> MeshError:
+    if isinstance(error, JobTooLongError):
+        return InvalidRequestError(
+            f"the {guide_name(guide)} took longer than {limit_s:g} s to compile", hint=SIMPLER, param="guide"
+        )
+    if isinstance(error, JobTooLargeError):
+        return InvalidRequestError(
+            f"the {guide_name(guide)} took more than {PROCESS_BYTES // MIB} MiB of memory to compile",
+            hint=SIMPLER,
+            param="guide",
+        )
+    return EngineError(f"the process of the {guide_name(guide)} has ended: {error}")
 
 
-def _first_line(error: str) -> str:
-    """Return the error's first line, without the parser's own state, which fills the others."""
-    return error.strip().split("\n", 1)[0][:300]
+def _why_ended(error: BaseException) -> str:
+    if isinstance(error, JobTooLongError):
+        return f"its next token took longer than {MASK_S:g} s to find"
+    if isinstance(error, JobTooLargeError):
+        return f"it took more than {PROCESS_BYTES // MIB} MiB of memory"
+    return f"its process was ended: {error}"
 
 
-def _deep_threads(count: int, stack_bytes: int) -> ThreadPoolExecutor:
-    """The stack's size can only be set for threads yet to begin, so all of them begin here."""
-    threads = ThreadPoolExecutor(count, thread_name_prefix="guides")
-    all_here = threading.Barrier(count + 1)
-    before = threading.stack_size(stack_bytes)
-    try:
-        for _ in range(count):
-            threads.submit(all_here.wait)
-        all_here.wait()
-    finally:
-        threading.stack_size(before)
-    return threads
+def _ignore(future: "asyncio.Future[bytes] | asyncio.Task[None]") -> None:
+    """Take the failure of what nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()

@@ -79,6 +79,7 @@ class SequenceState:
     unloadable: bool = False  # a load from a tier was late or failed: its prompt is computed
     aborted: bool = False
     guide: Matcher | None = None
+    pending: Sampled | None = None  # its latest token, until the guide has followed it
     embed: bool = False  # its prompt is wanted as a vector, and no token
     num_preempted: int = 0
     unscored_from: int | None = None  # the first token of the prompt whose logprob is to come; None: none is
@@ -336,7 +337,7 @@ class Scheduler:
         step = Step()
         budget = self._limits.max_step_tokens
         for sequence in sorted(self._running, key=lambda s: s.num_missing > 1):  # decoding sequences go first
-            if sequence.pulling or not sequence.table or budget == 0:  # without blocks: just preempted
+            if sequence.pulling or sequence.pending or not sequence.table or budget == 0:  # no blocks: just preempted
                 continue
             count = min(sequence.num_missing, budget)
             if self._reserve(sequence, count, step):
@@ -373,7 +374,7 @@ class Scheduler:
             sequence.num_computed = row.start + len(row.token_ids)
             self._commit_full_blocks(sequence)
             if isinstance(result, Sampled):
-                outputs.append(self._append(sequence, result))
+                outputs += self._append_or_hold(sequence, result)
             elif isinstance(result, Embedded):
                 self._end(sequence)
                 self._free(sequence)
@@ -695,7 +696,7 @@ class Scheduler:
 
     def _youngest(self, step: Step) -> SequenceState | None:
         for sequence in reversed(self._running):
-            if not sequence.pulling and sequence not in step.sequences:
+            if not sequence.pulling and not sequence.pending and sequence not in step.sequences:
                 return sequence
         return None
 
@@ -738,18 +739,32 @@ class Scheduler:
         if sequence.unscored_from == len(sequence.prompt):
             sequence.unscored_from = None
         if result.sampled is not None:
-            outputs.append(self._append(sequence, result.sampled))
+            outputs += self._append_or_hold(sequence, result.sampled)
         return outputs
+
+    def complete_pending(self) -> list[Output]:
+        """Append the tokens whose guides have followed them meanwhile."""
+        outputs: list[Output] = []
+        for sequence in [s for s in self._running if s.pending is not None]:
+            result, sequence.pending = sequence.pending, None
+            assert result is not None
+            outputs += self._append_or_hold(sequence, result)
+        return outputs
+
+    def _append_or_hold(self, sequence: SequenceState, result: Sampled) -> list[Output]:
+        """Append a token; hold it while its guide still works on it, because the answer may end with it."""
+        guide = sequence.guide
+        if guide is not None and guide.is_waiting:
+            sequence.pending = result
+            return []
+        if guide is not None and guide.failure:
+            self._end(sequence)
+            self._free(sequence)
+            return [Output(sequence.request_id, failure=_too_costly(guide))]
+        return [self._append(sequence, result)]
 
     def _append(self, sequence: SequenceState, result: Sampled) -> Output:
         token = result.token_id
-        if (guide := sequence.guide) is not None:
-            if not guide.is_complete:
-                guide.take(token)
-            if guide.failure:
-                self._end(sequence)
-                self._free(sequence)
-                return Output(sequence.request_id, failure=_too_costly(guide))
         sequence.output.append(token)
         sequence.tokens.append(token)
         reason = self._finish_reason(sequence, token)

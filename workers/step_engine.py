@@ -42,7 +42,7 @@ from workers.disk_tier import open_disk
 from workers.durable_tier import OpenedTier
 from workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
 from workers.executor import Executor, ModelInfo, Pace, Result, Row
-from workers.guides import Guides
+from workers.guides import Guides, Matcher, follow_guides
 from workers.metrics import HESITATIONS, STEP_SECONDS, STEP_TOKENS
 from workers.peer_pulls import fetcher_of
 from workers.pinned_offers import PinnedOffers
@@ -201,11 +201,7 @@ class StepEngine:
         check_generation(request, self._ready())
         if request.offer_kv and self._transfer is None:
             raise InvalidRequestError("this worker has no KV transfer", hint="start it with --kv-transfer")
-        matcher = None
-        if request.guide is not None and self._guides is not None:
-            matcher = await self._guides.open(request.guide, request.generated)
-            self.check_health()
-        self._scheduler.add(request, matcher)
+        matcher = await _add(request, self._guides, self._scheduler, self.check_health)
         if request.traceparent:
             self._marks.add(request.request_id)
         queue = self._outputs[request.request_id] = _OutputQueue(take)
@@ -227,6 +223,8 @@ class StepEngine:
             if (late := queue.ticket() or undelivered) is not None:
                 self.release(late.offer_id, late.nonce)
             self._abort(request.request_id)
+            if matcher is not None:
+                matcher.close()
 
     async def embed(self, request: EmbedRequest) -> Embedding:
         check_embedding(request, self._ready())
@@ -380,6 +378,8 @@ class StepEngine:
         """Step until cancelled. A failing executor ends the engine: its KV cache cannot be trusted any more."""
         try:
             while True:
+                if self._guides is not None and self._guides.num_answers:
+                    self._deliver(self._scheduler.complete_pending())
                 step = self._scheduler.plan()
                 _begin(step, self._pulls, self._copies, self._marks)
                 if not step.rows:
@@ -399,7 +399,10 @@ class StepEngine:
                 self._watch.end(ended)
                 self._hesitates = False
                 STEP_SECONDS.observe(ended - started)
-                self._deliver(step, num_tokens, results)
+                STEP_TOKENS.inc(num_tokens)
+                if self._guides is not None and self._guides.num_answers:
+                    await follow_guides(step.rows, results, self._wake.set)
+                self._deliver(self._scheduler.complete(step, results), has_news=num_tokens > len(step.rows))
                 note_prompts(self._scheduler, step.rows, ended - started)
                 if self._copies is not None:
                     self._copies.pump()
@@ -415,11 +418,11 @@ class StepEngine:
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(self._thread, self._executor.execute, rows))
 
-    def _deliver(self, step: Step, num_tokens: int, results: Sequence[Result]) -> None:
-        STEP_TOKENS.inc(num_tokens)
-        has_news = has_prompts = num_tokens > len(step.rows)
+    def _deliver(self, outputs: Sequence[Output], *, has_news: bool = False) -> None:
+        """Pass on what a step has added to the answers. `has_news`: it has computed parts of prompts, too."""
+        has_prompts = has_news
         traced = self._marks.marks
-        for output in self._scheduler.complete(step, results):
+        for output in outputs:
             if output.vector:
                 vector = self._vectors.get(output.request_id)
                 if vector is not None and not vector.done():  # done: its caller was just cancelled
@@ -546,6 +549,23 @@ async def _open_cache(
         compute = None if stack is None else stack.compute
         peers = PeerPrefixes(pool, content.of_peers, model.layout.block_bytes, compute)
     return pool, Scheduler(pool, limits, model.eos_token_ids, stack, peers), tiers
+
+
+async def _add(
+    request: GenerateRequest, guides: Guides | None, scheduler: Scheduler, check_health: Callable[[], None]
+) -> Matcher | None:
+    """Queue a request. Return the place of its answer in its guide, if it has one."""
+    if request.guide is None or guides is None:
+        scheduler.add(request)
+        return None
+    matcher = await guides.open(request.guide, request.generated, request.tenant)
+    try:
+        check_health()
+        scheduler.add(request, matcher)
+    except MeshError:
+        matcher.close()
+        raise
+    return matcher
 
 
 class _OutputQueue:

@@ -505,6 +505,24 @@ async def test_a_long_conversation_is_rendered_beside_the_event_loop(
     assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
+async def test_a_chat_of_many_bytes_is_rendered_beside_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def render(template: ChatTemplate, messages: Any, **options: Any) -> str:
+        threads.append(threading.get_ident())
+        return "hi"
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    monkeypatch.setattr("frontend.prompts.LONG_CHAT_BYTES", 20_000)
+    long = "x" * 20_000
+    for more in ({}, {"messages": [{"role": "user", "content": long}]}, {"chat_template_kwargs": {"rows": long}}):
+        status, _, _ = await served.post("/v1/chat/completions", CHAT | more)
+        assert status == 200
+    assert [thread == threading.get_ident() for thread in threads] == [True, False, False]
+
+
 @pytest.mark.parametrize("field", ["model", "user", "cache_salt", "stop", "tool_choice", "metadata"])
 async def test_line_breaks_of_a_client_reach_neither_headers_nor_log_lines(
     served: Served, caplog: pytest.LogCaptureFixture, field: str

@@ -55,6 +55,22 @@ async def main(stop):
 """
 
 
+@pytest.mark.parametrize("where", ["asyncio.to_thread(time.sleep, 600)", "asyncio.sleep(0)"])
+def test_a_thread_that_does_not_end_does_not_hold_the_process(where: str) -> None:
+    body = WAITS % (
+        "import threading, time, mesh.lifecycle\n"
+        "    mesh.lifecycle.LINGER_S = 0.1\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        f"    task = asyncio.ensure_future({where})\n"
+        "    await asyncio.sleep(0)\n"
+        "    return 7"
+    )
+    with service(body) as process:
+        await_line(process, "up")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 7
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_main_finish(number: signal.Signals) -> None:
     with service(WAITS % "return 7") as process:

@@ -4,8 +4,10 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -25,25 +27,55 @@ from workers.config import WorkerConfig
 from workers.engines.registry import EngineName
 from workers.engines.torch.executor import TorchExecutor
 from workers.engines.torch.opening import open_engine
-from workers.executor import Executor
-from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides
-from workers.schemas import MAX_TEXT
+from workers.executor import Executor, Sampled
+from workers.guide_checks import MAX_GUIDE_BYTES, check_guide
+from workers.guides import MOST_ANSWERS, Guides, Matcher, follow_guides, open_guides
+from workers.schemas import MAX_TEXT, GuideWhitespace
 
 VOCAB_SIZE, EOS = 2048, 2
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
 MOST_TOKENS = 3000
+MAX_OPTIONAL = 980  # properties of one object: 4 items each of a row of the parser
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
 def guides() -> Iterator[Guides]:
-    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS])
+    yield from opened("compact")
+
+
+def opened(whitespace: GuideWhitespace) -> Iterator[Guides]:
+    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS], whitespace)
     assert made is not None
     yield made
-    made.close()
+    on_loop(closed(made))
+
+
+@cache
+def runner() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+def on_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run on the loop that the guides of this module belong to."""
+    return runner().run(work)
+
+
+async def closed(guides: Guides) -> None:
+    guides.close()
 
 
 def open_now(guides: Guides, guide: Guide, generated: list[int] | None = None) -> Matcher:
-    return asyncio.run(guides.open(guide, generated or []))
+    return on_loop(guides.open(guide, generated or []))
+
+
+def take(matcher: Matcher, token_id: int) -> None:
+    on_loop(taken(matcher, token_id))
+
+
+async def taken(matcher: Matcher, token_id: int) -> None:
+    if (answer := matcher.take(token_id)) is not None:
+        await asyncio.wait([answer])
 
 
 def schema(value: object) -> Guide:
@@ -58,7 +90,7 @@ def babble(matcher: Matcher, seed: int, most: int = MOST_TOKENS) -> list[int]:
         allowed = matcher.allowed()
         assert allowed is not None, matcher.failure
         said.append(rng.choice(np.flatnonzero(allowed).tolist()))
-        matcher.take(said[-1])
+        take(matcher, said[-1])
         assert not matcher.failure
     return said
 
@@ -146,10 +178,7 @@ def test_json_is_compact(guides: Guides, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def flexible() -> Iterator[Guides]:
-    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS], "flexible")
-    assert made is not None
-    yield made
-    made.close()
+    yield from opened("flexible")
 
 
 def test_the_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,12 +236,12 @@ def test_a_grammar_in_larks_notation_is_kept_to(guides: Guides, seed: int) -> No
 def test_an_answer_ends_where_nothing_may_follow_and_not_before(guides: Guides) -> None:
     matcher = open_now(guides, Guide(kind=GuideKind.REGEX, value="ab?"))
     [first] = TOKENIZER.encode("a", add_special_tokens=False).ids
-    matcher.take(first)
+    take(matcher, first)
     allowed = matcher.allowed()
     assert allowed is not None
     assert allowed[EOS]
     assert not matcher.is_complete
-    matcher.take(EOS)
+    take(matcher, EOS)
     assert matcher.is_complete
 
 
@@ -237,7 +266,7 @@ def test_two_answers_under_one_guide_do_not_disturb_each_other(guides: Guides) -
 
 def test_a_token_outside_the_guide_is_a_failure(guides: Guides) -> None:
     matcher = open_now(guides, Guide(kind=GuideKind.REGEX, value="a"))
-    matcher.take(1500)
+    take(matcher, 1500)
     assert matcher.failure
     assert matcher.allowed() is None
     assert not matcher.is_complete
@@ -361,48 +390,173 @@ def test_the_longest_chain_of_definitions_does_not_exhaust_the_stack(
     assert matcher.allowed() is not None
 
 
-def test_an_answer_with_a_costly_guide_fails_alone(guides: Guides) -> None:
-    rule = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2500)}}
-    matcher = open_now(guides, schema(rule))
-    [brace] = TOKENIZER.encode("{", add_special_tokens=False).ids
-    matcher.take(brace)
-    assert matcher.failure
-    assert open_now(guides, schema({"type": "null"})).allowed() is not None
+def many_properties(count: int) -> Guide:
+    return schema({"type": "object", "properties": {f"k{i}": {} for i in range(count)}})
+
+
+def test_as_many_optional_properties_as_the_limit_says_can_be_followed(guides: Guides) -> None:
+    for count in (600, MAX_OPTIONAL):
+        matcher = open_now(guides, many_properties(count))
+        [brace] = TOKENIZER.encode("{", add_special_tokens=False).ids
+        take(matcher, brace)
+        assert matcher.allowed() is not None
+
+
+def test_too_many_optional_properties_are_refused_before_the_first_token(guides: Guides) -> None:
+    with pytest.raises(InvalidRequestError, match="max is 4000") as refused:
+        open_now(guides, many_properties(MAX_OPTIONAL + 30))
+    assert refused.value.param == "guide#"
+
+
+# --- what is costly ---------------------------------------------------------------------------------------------------
+
+
+def patterns_together(prefix: str, count: int) -> Guide:
+    """Return a grammar whose derivative behind `prefix` takes minutes: `count` patterns hold for one text."""
+    patterns = " & ".join(f"/{prefix}(y|x.*a.{{{i}}}b.*)/" for i in range(1, count))
+    return Guide(kind=GuideKind.GRAMMAR, value=f"start: A\nA: {patterns}")
+
+
+@pytest.mark.parametrize(
+    ("rule", "pointer"),
+    [
+        ({"type": "integer", "multipleOf": 9_999_991}, "/properties/n"),
+        ({"allOf": [{"type": "integer", "multipleOf": 9973}, {"allOf": [{"multipleOf": 9967}]}]}, "/properties/n"),
+        ({"items": {"multipleOf": 0.1234567}}, "/properties/n/items"),
+    ],
+)
+def test_divisors_that_make_too_many_states_are_refused_before_compiling(rule: Any, pointer: str) -> None:
+    with pytest.raises(InvalidRequestError, match="'multipleOf' is too costly") as refused:
+        check_guide(schema({"properties": {"n": rule}}))
+    assert refused.value.param == f"guide#{pointer}"
+
+
+@pytest.mark.parametrize("divisor", [1, 7, 0.01, 0.25, 1000, 5_000_000, 1_000_000_000, 99_991, True, -3, 10**400])
+def test_other_divisors_pass_the_check(divisor: float) -> None:
+    check_guide(schema({"type": "number", "multipleOf": divisor}))
+
+
+async def refusal_of(guides: Guides, guide: Guide, key: str = "") -> str:
+    try:
+        matcher = await guides.open(guide, key=key)
+    except InvalidRequestError as error:
+        return str(error)
+    matcher.close()
+    return ""
+
+
+@pytest.fixture
+async def own_guides() -> AsyncIterator[Guides]:
+    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS])
+    assert made is not None
+    yield made
+    made.close()
+
+
+async def test_a_guide_that_takes_too_long_to_compile_is_refused_and_remembered(
+    own_guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.guides.COMPILE_S", 0.2)
+    bomb = schema({"type": "integer", "multipleOf": 999_983})
+    assert "took longer than 0.2 s to compile; make it simpler" in await refusal_of(own_guides, bomb)
+    assert own_guides.num_processes == 0
+    monkeypatch.setattr(own_guides, "_compile", None)
+    assert "took longer than 0.2 s to compile" in await refusal_of(own_guides, bomb)
+
+
+async def test_a_guide_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.guides.PROCESS_BYTES", 32 << 20)
+    guides = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS])
+    assert guides is not None
+    refusal = await refusal_of(guides, schema({"type": "integer", "multipleOf": 99_991}))
+    assert "took more than 32 MiB of memory to compile" in refusal
+    assert not await refusal_of(guides, schema({"type": "null"}))
+    guides.close()
+
+
+async def test_bombs_of_one_tenant_do_not_delay_the_guides_of_another(
+    own_guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bombs = [schema({"type": "integer", "multipleOf": 999_000 + n}) for n in (983, 959, 953, 917)]
+    sent = [asyncio.create_task(own_guides.open(bomb, key="mallory")) for bomb in bombs]
+    assert not await refusal_of(own_guides, schema({"type": "null"}), key="alice")
+    assert not any(task.done() for task in sent)
+    own_guides.close()
+    outcomes = await asyncio.gather(*sent, return_exceptions=True)
+    assert all(isinstance(outcome, EngineError) for outcome in outcomes)
+    with pytest.raises(EngineError, match="stopping"):
+        await own_guides.open(bombs[0])
+
+
+async def test_an_answer_whose_next_token_is_too_costly_fails_alone(
+    own_guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.guides.MASK_S", 0.2)
+    costly = await own_guides.open(patterns_together("[yz]{20}", 40))
+    other = await own_guides.open(Guide(kind=GuideKind.REGEX, value="[0-9]+"))
+    [letter] = TOKENIZER.encode("z", add_special_tokens=False).ids
+    for _ in range(25):
+        await taken(costly, letter)
+        if costly.failure:
+            break
+    assert costly.failure == "its next token took longer than 0.2 s to find"
+    assert costly.allowed() is None
+    [digit] = TOKENIZER.encode("7", add_special_tokens=False).ids
+    await taken(other, digit)
+    assert other.allowed() is not None
+    costly.close()
+    other.close()
+    assert own_guides.num_processes == 1
+
+
+async def test_a_step_does_not_wait_for_a_costly_guide(own_guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.guides.MASK_S", 0.2)
+    costly = await own_guides.open(patterns_together("[yz]{20}", 40))
+    [letter] = TOKENIZER.encode("z", add_special_tokens=False).ids
+    late = asyncio.Event()
+    row = SimpleNamespace(guide=costly)
+    for _ in range(25):
+        await follow_guides([row, SimpleNamespace(guide=None)], [Sampled(letter), Sampled(1)], late.set)
+        if costly.is_waiting:
+            await late.wait()
+            assert not costly.is_waiting
+            late.clear()
+    assert costly.failure
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def test_the_latest_guides_are_kept_and_no_more(guides: Guides) -> None:
-    for i in range(MAX_COMPILED + 5):
-        open_now(guides, Guide(kind=GuideKind.REGEX, value=f"a{i}"))
-    assert guides.num_compiled == MAX_COMPILED
+async def test_idle_processes_are_kept_up_to_a_number(own_guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.guides.MOST_IDLE", 3)
+    for i in range(6):
+        (await own_guides.open(Guide(kind=GuideKind.REGEX, value=f"a{i}"))).close()
+    assert own_guides.num_processes == 3
 
 
-@pytest.fixture
-async def slow_guides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guides]:
-    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS])
-    assert made is not None
-    monkeypatch.setattr("workers.guides.COMPILE_TIMEOUT_S", 0.0)
-    yield made
-    made.close()
+async def test_above_the_limit_of_memory_idle_processes_end_before_others(
+    own_guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use = await own_guides.open(schema({"type": "integer", "multipleOf": 20_011}))
+    (await own_guides.open(Guide(kind=GuideKind.REGEX, value="b"))).close()
+    assert own_guides.num_processes == 2
+    monkeypatch.setattr("workers.guides.MOST_BYTES", own_guides.grown_bytes)
+    third = await own_guides.open(Guide(kind=GuideKind.REGEX, value="c"))
+    assert own_guides.num_processes == 2
+    monkeypatch.setattr("workers.guides.MOST_BYTES", 1)
+    third.close()
+    [digit] = TOKENIZER.encode("0", add_special_tokens=False).ids
+    await taken(in_use, digit)
+    assert "its process was ended" in in_use.failure
+    in_use.close()
 
 
-async def test_a_guide_that_takes_too_long_to_compile_is_refused(slow_guides: Guides) -> None:
-    with pytest.raises(InvalidRequestError, match="took longer than 0 s to compile; make it simpler"):
-        await slow_guides.open(Guide(kind=GuideKind.REGEX, value="a"))
-
-
-async def test_when_it_is_closed_who_waits_is_told(slow_guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.guides.COMPILE_TIMEOUT_S", 10.0)
-    grammar = schema({"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2500)}})
-    waiting = [asyncio.create_task(slow_guides.open(grammar)) for _ in range(5)]
-    await asyncio.sleep(0)
-    slow_guides.close()
-    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-    assert sum(isinstance(outcome, EngineError) for outcome in outcomes) >= 3  # two may have been begun
-    with pytest.raises(EngineError, match="stopping"):
-        await slow_guides.open(grammar)
+async def test_a_process_holds_a_limited_number_of_answers(own_guides: Guides) -> None:
+    guide = Guide(kind=GuideKind.REGEX, value="a")
+    answers = await asyncio.gather(*[own_guides.open(guide) for _ in range(MOST_ANSWERS + 1)])
+    assert own_guides.num_processes == 2
+    for answer in answers:
+        answer.close()
 
 
 def test_a_folder_without_a_tokenizer_guides_nothing(tmp_path: Any) -> None:

@@ -13,7 +13,7 @@ from protocol.messages import Guide, GuideKind
 from router.config import RouterConfig
 from tests.fuzz.surfaces.short import must_be_short
 from workers.config import WorkerConfig
-from workers.guides import Guides, open_guides
+from workers.guides import Guides, Matcher, open_guides
 from workers.schemas import SchemaFault, held_text
 
 SERVICES = (WorkerConfig, FrontendConfig, RouterConfig)
@@ -77,8 +77,13 @@ def guides(data: bytes) -> None:
         assert allowed.any()
         if matcher.is_complete:
             return
-        matcher.take(int(allowed.argmax()))
+        loop.run_until_complete(_taken(matcher, int(allowed.argmax())))
     assert not matcher.is_complete or matcher.failure == ""
+
+
+async def _taken(matcher: Matcher, token_id: int) -> None:
+    if (answer := matcher.take(token_id)) is not None:
+        await asyncio.wait([answer])
 
 
 def schemas(data: bytes) -> None:

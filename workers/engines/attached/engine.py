@@ -102,6 +102,7 @@ class AttachedEngine:
         check_generation(request, info)
         check_honoured(request, self._server.kind)
         check_prompt(len(request.prompt) // TOKEN_BYTES, len(request.generated), info.context_tokens)
+        await self._life.try_guide(request)
         left = request.stop.max_tokens - len(request.generated)
         if left <= 0:
             yield Delta(finish_reason=FinishReason.LENGTH)

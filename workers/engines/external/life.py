@@ -5,7 +5,9 @@ from contextlib import contextmanager
 
 from protocol.errors import EngineError
 from protocol.ids import WorkerId
+from protocol.messages import GenerateRequest
 from workers.engine import EngineInfo
+from workers.engines.external.guide_trial import GuideTrial
 from workers.engines.external.waits import Waits
 
 
@@ -20,6 +22,7 @@ class EngineLife:
         self._most_in_flight = 0  # since `take_most_in_flight`
         self.is_stopping = False
         self.waits = Waits()
+        self._trial = GuideTrial()
         self._failure: EngineError | None = None
 
     def begin(self, worker_id: WorkerId, address: str) -> None:
@@ -35,6 +38,7 @@ class EngineLife:
         if self.is_stopping:
             return False
         self.is_stopping = True
+        self._trial.close()
         self.waits.fail(self._stopping())
         return True
 
@@ -47,6 +51,11 @@ class EngineLife:
         if self.info is None:
             raise EngineError("the engine has not started")
         return self.info
+
+    async def try_guide(self, request: GenerateRequest) -> None:
+        """Raise InvalidRequestError if the request has a guide that would be too costly for the engine."""
+        if request.guide is not None and self.info is not None:
+            await self._trial.check(request.guide, self.info.model_path, request.tenant)
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -139,6 +139,7 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         info, runtime, manager = self._ready()
         check_generation(request, info)
+        await self._life.try_guide(request)
         if request.offer_kv:
             async with aclosing(self._prefill(request, info)) as deltas:
                 async for delta in deltas:

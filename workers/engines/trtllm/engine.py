@@ -118,6 +118,7 @@ class TrtllmEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         info, trtllm, llm = self._ready()
         check_generation(request, info)
+        await self._life.try_guide(request)
         if request.offer_kv:
             yield await self._prefill(request, info, trtllm, llm)
             return

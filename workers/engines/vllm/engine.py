@@ -201,6 +201,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         check_generation(request, self._ready())
+        await self._life.try_guide(request)
         self._check_rank(request.dp_rank)
         async with self._loaded.using(request.lora) as adapter:
             answer = self._first_try(request, adapter)

@@ -1,0 +1,64 @@
+"""Guides for engines of other projects are tried first, under limits that those engines do not have."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cluster.tiny_model import CHECKPOINT_DIR
+from protocol.errors import InvalidRequestError
+from protocol.messages import Guide, GuideKind
+from workers.engines.external.guide_trial import GuideTrial
+from workers.guide_checks import may_be_costly
+
+pytest.importorskip("llguidance")
+
+MODEL = str(CHECKPOINT_DIR)
+
+
+def schema(value: object) -> Guide:
+    return Guide(kind=GuideKind.JSON_SCHEMA, value=json.dumps(value))
+
+
+BOMB = schema({"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(1, 61)]})
+
+
+@pytest.fixture
+async def trial() -> AsyncIterator[GuideTrial]:
+    made = GuideTrial()
+    yield made
+    made.close()
+
+
+async def test_a_guide_that_passes_a_limit_is_refused(trial: GuideTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.guides.COMPILE_S", 0.2)
+    with pytest.raises(InvalidRequestError, match=r"took longer than 0\.2 s to compile"):
+        await trial.check(BOMB, MODEL, "")
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        schema({"pattern": "^a+$", "type": "string"}),
+        schema({"if": {}, "format": "what is that"}),
+        Guide(kind=GuideKind.GRAMMAR, value='root ::= "a" | "b"'),  # of another notation
+    ],
+)
+async def test_other_guides_pass_whether_we_can_compile_them_or_not(trial: GuideTrial, guide: Guide) -> None:
+    await trial.check(guide, MODEL, "")
+
+
+async def test_without_our_compiler_every_guide_passes(trial: GuideTrial, tmp_path: object) -> None:
+    await trial.check(BOMB, str(tmp_path), "")
+    broken = f"{tmp_path}/tokenizer.json"
+    with open(broken, "w") as file:
+        file.write("{}")
+    await trial.check(BOMB, str(tmp_path), "")
+
+
+def test_simple_schemas_are_not_tried() -> None:
+    assert not may_be_costly(schema({"type": "object", "properties": {"a": {"type": "integer"}}}))
+    assert not may_be_costly(Guide(kind=GuideKind.JSON))
+    assert may_be_costly(schema({"multipleOf": 3}))
+    assert may_be_costly(schema({"enum": ["x" * 20_000]}))
+    assert may_be_costly(Guide(kind=GuideKind.REGEX, value="a"))
