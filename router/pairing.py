@@ -6,7 +6,7 @@ says no content is of an older release, or attached: it is paired, and counted.
 
 from collections.abc import Iterable, Sequence
 
-from protocol.kv_content import PENDING, UNKNOWN, mismatch
+from protocol.kv_content import PENDING, mismatch
 from protocol.messages import WorkerCard
 from router.fleet import Slot
 
@@ -49,9 +49,9 @@ def partners(prefill: WorkerCard, decoders: Sequence[Slot], lora: str | None) ->
     ]
 
 
-def is_unknown(prefill: WorkerCard, decode: WorkerCard, lora: str | None) -> bool:
+def is_unknown(prefill: WorkerCard, decode: WorkerCard) -> bool:
     """Return whether one of two workers that are paired does not say what its KV is computed with."""
-    return UNKNOWN in (prefill.content_of(lora), decode.content_of(lora))
+    return not (prefill.content_fingerprint and decode.content_fingerprint)
 
 
 class Apart:

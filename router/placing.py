@@ -372,7 +372,7 @@ def _paired(prefill: LegChoice, whole: LegChoice, reason: str, view: RequestView
     decode = _choose_leg("decode", compatible, view)
     if decode.is_full and not whole.is_full and not _wish(view.request):
         return PlacementPlan(whole, whole, "no decode worker that could pull KV has room", view, apart)
-    return PlacementPlan(prefill, decode, reason, view, apart, is_unknown(card, _card(decode, view), lora))
+    return PlacementPlan(prefill, decode, reason, view, apart, is_unknown(card, _card(decode, view)))
 
 
 def _with_partners(view: RequestView) -> Sequence[Slot]:

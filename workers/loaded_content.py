@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from kvcache.transfer.offers import with_content
 from protocol.errors import kind_of
 from protocol.kv_content import PENDING, UNKNOWN, content_of
 from protocol.messages import Delta
@@ -173,7 +174,7 @@ def with_ticket_content(delta: Delta, before: str, now: str) -> Delta:
     """
     if delta.ticket is None:
         return delta
-    ticket = msgspec.structs.replace(delta.ticket, content=now if now == before else PENDING)
+    ticket = with_content(delta.ticket, now if now == before else PENDING)
     return msgspec.structs.replace(delta, ticket=ticket)
 
 

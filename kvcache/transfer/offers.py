@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvcache.transfer.heads import BlockPart
 from mesh.safeguards import is_off
 from protocol.errors import OverloadedError, TransferError
 from protocol.ids import WorkerId, new_generation
-from protocol.kv_content import PENDING, mismatch
-from protocol.messages import KvLayout, Ticket
+from protocol.kv_content import MAX_CONTENT_CHARS, PENDING, UNKNOWN, mismatch
+from protocol.messages import UNREADABLE, KvLayout, Ticket, decode, encode
 
 _CHECKS_NONCES = not is_off("nonce")
 NUM_SLOTS = 4096  # standing offers of one worker; each costs 8 bytes that peers can read
@@ -118,18 +120,49 @@ def _block_ids(blocks: Sequence[int]) -> NDArray[np.int64]:
     return ids
 
 
+class _PeerContent(msgspec.Struct, frozen=True):
+    """The part of a peer's description that says what its KV was computed with."""
+
+    content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] = UNKNOWN
+
+
+_peer_content = msgspec.msgpack.Decoder(_PeerContent)
+
+
+def with_content(ticket: Ticket, content: str) -> Ticket:
+    """Return a ticket that says what its KV was computed with.
+
+    It says so twice: a frontend of an older release passes a peer's description on, and drops fields that it does not
+    know.
+    """
+    peer = ticket.peer
+    if peer:
+        peer = encode(decode(peer, dict[str, Any]) | {"content": content})
+    return msgspec.structs.replace(ticket, content=content, peer=peer)
+
+
+def _content_of(ticket: Ticket) -> str:
+    if ticket.content or not ticket.peer:
+        return ticket.content
+    try:
+        return _peer_content.decode(ticket.peer).content
+    except UNREADABLE:  # the transfer backend refuses it
+        return UNKNOWN
+
+
 def check_content(ticket: Ticket, ours: str) -> None:
     """Raise TransferError for KV of other weights, quantisation, KV dtype or adapter than `ours`.
 
     The router pairs no such workers; but it may be of an older release, or know an earlier card.
     """
-    if not mismatch(ours, ticket.content):
+    theirs = _content_of(ticket)
+    if not mismatch(ours, theirs):
         return
-    if PENDING in (ours, ticket.content):
+    if PENDING in (ours, theirs):
         which = "this worker" if ours == PENDING else ticket.worker_id
         raise TransferError(f"the weights of {which} are not hashed yet: it exchanges no KV")
     raise TransferError(
-        f"{ticket.worker_id} offers KV of another content ({ticket.content[:12]}) than is here ({ours[:12]})",
+        f"{ticket.worker_id} offers KV of another content ({theirs[:12]}) than is here ({ours[:12]})",
         hint="start all workers of a model with the same weights, adapters, quantisation and KV dtype",
     )
 

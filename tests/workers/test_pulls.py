@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from kvcache.transfer.offers import with_content
 from kvcache.transfer.shm import ShmBackend
 from protocol.ids import RequestId, new_worker_id
 from protocol.kv_content import PENDING
@@ -156,12 +157,17 @@ async def test_a_late_pull_from_a_peer_that_does_not_answer_is_given_up() -> Non
     await pair.stop()
 
 
-async def pulled(pair: Pair, content: str) -> PullReport:
-    """Return how the pull of a ticket with this content ended. The answer must be right."""
+async def pulled(pair: Pair, content: str, *, is_stripped: bool = False) -> PullReport:
+    """Return how the pull of a ticket with this content ended. The answer must be right.
+
+    `is_stripped`: a frontend of the release before has passed the ticket on.
+    """
     pair.transfer.go_on.set()
     leg = await pair.decode_leg()
     assert leg.ticket is not None
-    ticket = msgspec.structs.replace(leg.ticket, content=content)
+    ticket = with_content(leg.ticket, content)
+    if is_stripped:
+        ticket = msgspec.structs.replace(ticket, content="")
     deltas = [delta async for delta in pair.decoder.generate(msgspec.structs.replace(leg, ticket=ticket))]
     assert tokens(deltas) == [mock_token(PROMPT, i, 2048) for i in range(1, 6)]
     assert deltas[0].pull is not None
@@ -171,8 +177,9 @@ async def pulled(pair: Pair, content: str) -> PullReport:
 @pytest.mark.parametrize(
     ("content", "why"), [("of other weights", "of another content"), (PENDING, "not hashed yet: it exchanges no KV")]
 )
-async def test_kv_of_other_weights_is_not_pulled(patient: Pair, content: str, why: str) -> None:
-    report = await pulled(patient, content)
+@pytest.mark.parametrize("is_stripped", [False, True])
+async def test_kv_of_other_weights_is_not_pulled(patient: Pair, content: str, why: str, is_stripped: bool) -> None:
+    report = await pulled(patient, content, is_stripped=is_stripped)
     assert report.num_bytes == 0
     assert why in report.error
 
