@@ -2,7 +2,7 @@
 parameter out. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -295,9 +295,8 @@ def prompts_of(prompt: str | Sequence[str | int | list[int]], param: str, most: 
         return [prompt]
     if not prompt:
         refuse(param, "it is empty")
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    if len(token_ids) == len(prompt):
-        return [token_ids]
+    if set(map(type, prompt)) == {int}:  # a prompt may have a million
+        return [cast(list[int], prompt)]
     prompts = [item for item in prompt if not isinstance(item, int)]
     if len(prompts) != len(prompt):
         refuse(param, "token ids stand among texts; send token ids alone, or a list")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 FADE = 0.9  # what an observation leaves of the weight of the one before
 TRY_EVERY = 32  # of so many refused loads one is made all the same, so that the estimate can recover
 TRIED_BLOCKS = 4  # at most, by such a load
+LEAST_SPREAD = 0.02  # variance of the sizes, relative to the mean of their squares
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class LiveLine:
             return 0.0
         spread = self._weight * self._square - self._size * self._size
         mean = self.mean
-        if spread <= 1e-6 * self._weight * self._square:  # all of one size: no latency can be told apart
+        if spread <= LEAST_SPREAD * self._weight * self._square:  # much of one size: noise would decide the slope
             return mean
         slope = (self._weight * self._product - self._size * self._took) / spread
         return min(max(slope, 0.0), mean)

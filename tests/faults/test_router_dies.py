@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,8 +13,12 @@ from protocol.messages import RouterCard, decode
 from tests.faults.conftest import PATIENT
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import TRUSTED, Mesh, running_mesh, until
+from tests.support.patience import PATIENCE_S
 from tests.support.recovery import OWN_WAY_S
 from tests.support.streams import Stream, check_mock_answer
+
+PROMPT_BLOCKS = 2000
+WEEKLY = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +134,46 @@ def test_a_request_without_worker_and_router_waits_for_both(routed: Mesh) -> Non
     routed.kill("decode-0")
     for stream in streams:
         check_mock_answer(stream.join())
+
+
+@pytest.mark.parametrize("blocks", [40_000, pytest.param(2_000_000, marks=[pytest.mark.weekly, WEEKLY])])
+def test_a_killed_router_knows_all_blocks_again(tmp_path: Path, blocks: int) -> None:
+    """Requests are answered meanwhile; every prefix is found again, and its index is as large as before."""
+    prompts = blocks // PROMPT_BLOCKS
+    flags = ["--engine", "mock", "--kv-transfer", "shm", "--router", "remote", "--prefill", "0", "--mock-speedup", "0"]
+    flags += ["--num-blocks", str(blocks // 2 + 5000), "--max-step-tokens", "65536", "--log-level", "warning"]
+    with running_mesh(tmp_path, *flags, "--no-kv-peers", module=PATIENT) as mesh:
+        until(lambda: mesh.workers_seen() == 2, what="all workers")
+
+        def fill(number: int) -> None:
+            pinned = {"worker": f"decode-{number % 2}", "disaggregate": False}
+            mesh.complete(long_prompt(number), max_tokens=1, kvmesh=pinned)
+
+        for number in range(prompts):
+            fill(number)
+        held = sum(mesh.metric("kvmesh_worker_cached_blocks", f"decode-{n}") for n in range(2))
+        assert held >= blocks
+        until(lambda: index_blocks(mesh) == held, what="the router to know all blocks")
+        killed = kill_router(mesh)
+        while router(mesh).pid == killed:
+            check_mock_answer(ask(mesh, 20).join())
+        began_s = time.monotonic()
+        until(lambda: index_blocks(mesh) >= held, 5 * PATIENCE_S, "the new router to know all blocks")
+        print(f"{held:.0f} blocks known again after {time.monotonic() - began_s:.1f} s")
+        until(lambda: router_note(mesh) == "", what="the frontend to ask the new router")
+        for number in range(0, prompts, max(1, prompts // 10)):
+            trace = mesh.complete(long_prompt(number), max_tokens=1)["kvmesh"]
+            assert trace["decode_worker"] == f"decode-{number % 2}", trace
+            assert trace["overlap_tokens"] >= 16 * (PROMPT_BLOCKS - 1), trace
+
+
+def long_prompt(number: int) -> list[int]:
+    return [10 + number % 1900, 10 + number // 1900, *prompt_of(16 * PROMPT_BLOCKS - 2, number)]
+
+
+def index_blocks(mesh: Mesh) -> float:
+    """Return the size of the router's index; -1 while the router does not answer."""
+    try:
+        return mesh.metric("kvmesh_router_index_blocks", url=f"{router(mesh).http_url}/metrics")
+    except httpx.HTTPError:
+        return -1.0

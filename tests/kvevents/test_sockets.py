@@ -1,6 +1,8 @@
 """Publisher and subscriber over real ZMQ sockets on free ports: what tests/contracts/test_kv_events.py does not ask."""
 
 import asyncio
+import itertools
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from kvevents.transport import KvSource, Snapshot
 from protocol.errors import ConfigError, PeerLostError
 from protocol.events import Digest, Stored
 from protocol.ids import EngineHash, WorkerId
+from tests.support.held import held_by
 from tests.support.kv_events import Index, blocks, payload
 from tests.support.patience import PATIENCE_S
 from tests.support.proxy import Proxy
@@ -398,3 +401,24 @@ async def test_an_older_engines_replay_without_topics_is_understood(
     subscriber.add(KvSource(W1, "tcp://127.0.0.1:9", router.getsockopt_string(zmq.LAST_ENDPOINT)))
     await index.holds(4)
     old.close()
+
+
+async def test_a_publisher_without_news_frees_closed_connections() -> None:
+    publisher, numbers = KvEventPublisher(), itertools.count()
+
+    def subscribe_and_leave(times: int) -> None:
+        for _ in range(times):
+            subscriber = open_socket(zmq.SUB)
+            events = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED, f"inproc://watched-{next(numbers)}")
+            subscriber.connect(publisher.endpoint)
+            assert events.poll(1000 * PATIENCE_S)
+            subscriber.disable_monitor()
+            subscriber.close()
+            events.close()
+
+    await asyncio.to_thread(subscribe_and_leave, 50)
+    before = held_by(os.getpid()).private_mib
+    await asyncio.to_thread(subscribe_and_leave, 800)
+    grown_mib = held_by(os.getpid()).private_mib - before
+    await publisher.close()
+    assert grown_mib < 3, "800 connections that are not freed hold 10 MiB"

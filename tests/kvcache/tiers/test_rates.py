@@ -92,9 +92,17 @@ def test_now_and_then_a_refused_load_is_made() -> None:
 def test_steps_that_seem_to_cost_nothing_count_by_their_mean() -> None:
     compute = ComputeRate()
     compute.note_step(512, 0, 0.05)
-    compute.note_step(450, 0, 0.06)
+    compute.note_step(200, 0, 0.06)
     assert compute.line.slope == 0
-    assert compute.token_s == pytest.approx((0.05 * 0.9 + 0.06) / (512 * 0.9 + 450))
+    assert compute.token_s == pytest.approx((0.05 * 0.9 + 0.06) / (512 * 0.9 + 200))
+
+
+def test_noise_between_steps_of_much_the_same_size_makes_no_token_cheap() -> None:
+    """A prompt of 1,922 tokens is computed in steps of 512 and one of 386, which took almost as long here."""
+    compute = ComputeRate()
+    for tokens, took_s in ((512, 0.020), (512, 0.021), (512, 0.020), (386, 0.0199)):
+        compute.note_step(tokens, 0, took_s)
+    assert compute.token_s > 0.8 * 0.02 / 512
 
 
 def test_loads_stopped_because_they_are_late_are_refused_after_two() -> None:
