@@ -408,8 +408,8 @@ def with_hints(request: Request, parsed: ParsedT, *, is_steered: bool = False) -
         tenant, priority = caller.tenant or hints.tenant, caller.priority(hints.priority)
         if (tenant, priority) != (hints.tenant, hints.priority):
             hints = msgspec.structs.replace(hints, tenant=tenant, priority=priority)
-        if (salt := caller.salt(parsed.cache_salt)) != parsed.cache_salt:
-            return msgspec.structs.replace(parsed, hints=hints, cache_salt=salt)
+    if (salt := salt_for(request, parsed.cache_salt)) != parsed.cache_salt:
+        return msgspec.structs.replace(parsed, hints=hints, cache_salt=salt)
     return parsed if hints is parsed.hints else msgspec.structs.replace(parsed, hints=hints)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from frontend.keys.errors import ModelNotAllowedError
 from frontend.keys.meter import Meter
-from frontend.keys.salts import own_salt
+from frontend.keys.salts import open_salt, own_salt
 from frontend.keys.usage import Usage
 from mesh.http.errors import ForbiddenError
 from mesh.http.request import Request
@@ -100,7 +100,7 @@ def check_model(request: Request, model: str) -> None:
 def salt_for(request: Request, asked: str | None) -> str | None:
     """Return the salt of a request's prompt: that of its caller, or what it asks for where the API is open."""
     caller = caller_of(request)
-    return asked if caller is None else caller.salt(asked)
+    return open_salt(asked) if caller is None else caller.salt(asked)
 
 
 @lru_cache(maxsize=1024)  # many keys have the same ones

@@ -1,6 +1,7 @@
 """Make the salts of callers' prompts, so that no caller can name a salt of another tenant. Pure."""
 
 import hashlib
+import re
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -8,6 +9,7 @@ from protocol.errors import ConfigError
 _SALT_BYTES = 16
 MAX_SECRET_BYTES = 64
 MIN_SECRET_BYTES = 16
+_PLAIN = re.compile(r"[A-Za-z0-9_.:+=-]{1,128}")
 
 
 def own_salt(tenant: str, asked: str | None, secret: bytes = b"") -> str | None:
@@ -22,6 +24,14 @@ def own_salt(tenant: str, asked: str | None, secret: bytes = b"") -> str | None:
     digest = hashlib.blake2b(digest_size=_SALT_BYTES, key=secret, person=b"kvmesh salt")
     digest.update(f"{len(tenant)} {tenant} ".encode() + said)
     return digest.hexdigest()
+
+
+def open_salt(asked: str | None) -> str | None:
+    """Return the salt of a caller without a key: what it asks for, or a digest of that if it has unusual characters.
+
+    KV connectors of engines write salts into keys and file names, where `@`, `/` or NUL would mean something else.
+    """
+    return asked if asked is None or _PLAIN.fullmatch(asked) else own_salt("", asked)
 
 
 def read_secret(path: str) -> bytes:

@@ -6,7 +6,7 @@ parsers do not take is placed by its length alone, and the endpoint says what is
 
 import asyncio
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -14,6 +14,7 @@ from frontend.anthropic.messages import MessagesDialect
 from frontend.bodies import decode_body
 from frontend.generator import Hints
 from frontend.hints import PINS, with_headers
+from frontend.keys.salts import open_salt
 from frontend.models import Model
 from frontend.openai.chat import ChatDialect
 from frontend.openai.completions import CompletionsDialect
@@ -76,7 +77,7 @@ class AnswerReader:
         for prompt in prompts:
             answer_limit(parsed, model.context_tokens, prompt.num_tokens)
         count = sum([prompt.num_tokens for prompt in prompts])
-        return Prompt(prompts[0].tokens, count, parsed.cache_salt, parsed.hints)
+        return Prompt(prompts[0].tokens, count, open_salt(parsed.cache_salt), parsed.hints)
 
 
 class EmbeddingsReader:
@@ -85,7 +86,7 @@ class EmbeddingsReader:
     async def read(self, body: bytes, model: Model) -> Prompt:
         parsed = parse_embeddings(body)
         inputs = await read_inputs(parsed, model)
-        return Prompt(inputs[0], sum(map(len, inputs)) // 4, parsed.cache_salt, parsed.hints)
+        return Prompt(inputs[0], sum(map(len, inputs)) // 4, open_salt(parsed.cache_salt), parsed.hints)
 
     def error_body(self, error: MeshError, request_id: str = "") -> bytes:
         return error_body(error)
@@ -133,6 +134,13 @@ class BodyReading:
 
 class _Named(msgspec.Struct):
     model: str
+    # How engines hand KV to each other. A client that could send these would have a server read a memory of its choice.
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    disaggregated_params: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
 
 
 _named_decoder = msgspec.json.Decoder(_Named)
@@ -140,8 +148,15 @@ _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def model_name(body: bytes) -> str:
-    """Return the name of the model that a body asks for. Raise InvalidRequestError."""
-    return decode_body(body, _named_decoder).model
+    """Return the name of the model that a body asks for.
+
+    Raise InvalidRequestError, also for a field that engines alone may send.
+    """
+    named = decode_body(body, _named_decoder)
+    for field in named.__struct_fields__[1:]:
+        if getattr(named, field) is not None:
+            raise InvalidRequestError(f"{field} is not for clients to send", hint="leave it out", param=field)
+    return named.model
 
 
 def renamed(body: bytes, model: str) -> bytes:

@@ -73,7 +73,7 @@ class BrowserPolicy:
         if not (name in self._exact or is_unregistrable(name) or name.endswith(self._suffixes)):
             raise ForbiddenError(
                 f"the Host header is {value[:200]!r}, and clients without an API key may not use that name here",
-                hint=f"add {name[:200]} to --allowed-hosts, or ask for keys; docs/security.md says why",
+                hint=f"if the name is yours, add {name[:200]} to --allowed-hosts, or ask for keys",
             )
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()

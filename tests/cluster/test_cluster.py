@@ -85,6 +85,12 @@ def test_the_origins_of_web_pages_come_from_flag_environment_or_file(tmp_path: P
     assert read_frontend(config, str(file), environ).cors_origins == "https://env.example"
 
 
+def test_the_names_of_a_mesh_without_keys_are_settings_of_its_frontend() -> None:
+    config = load_cluster(["--allowed-hosts", "llm.example.com"], {})
+    assert frontend_of(config)[0].allowed_hosts == "llm.example.com"
+    assert not any("allowed_hosts" in settings for settings in (config.worker, config.router))
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [

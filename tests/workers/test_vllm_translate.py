@@ -230,6 +230,9 @@ def test_an_incomplete_ticket_never_reaches_an_engine(missing: str) -> None:
         {"transfer_mode": "push"},
         {"remote_num_tokens": 341},
         {"tp_size": 0},
+        {"tp_size": 2**31},
+        {"dcp_size": 2**31},
+        {"pp_size": 2**31},
     ],
 )
 def test_a_ticket_that_could_harm_an_engine_is_refused(changes: dict[str, Any]) -> None:

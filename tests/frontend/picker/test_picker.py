@@ -175,6 +175,16 @@ async def test_a_subset_without_a_worker_is_a_503(picker: RunningPicker, subset:
 
 
 @pytest.mark.parametrize(
+    "field", ["kv_transfer_params", "ec_transfer_params", "disaggregated_params", "bootstrap_room"]
+)
+async def test_what_engines_say_to_each_other_is_refused_from_a_client(picker: RunningPicker, field: str) -> None:
+    forged = {"do_remote_prefill": True, "remote_host": "10.0.0.66", "remote_port": 1, "tp_size": 2**31}
+    picked = await picker.gateway.pick(CHAT | {field: forged})
+    assert (picked.status, picked.refusal["error"]["param"]) == (400, field)
+    assert (await picker.gateway.pick(CHAT | {field: None})).worker in ENDPOINTS
+
+
+@pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
         (CHAT_PATH, b"{", 400, "not valid JSON"),

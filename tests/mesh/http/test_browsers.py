@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from mesh.http import browsers
@@ -190,6 +192,37 @@ def test_a_page_has_to_send_json_as_json(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
 def test_programs_that_are_no_browsers_may_send_any_type(kind: str) -> None:
     policy().check("POST", [("host", "localhost"), BODY, ("content-type", kind)])
+
+
+VALUES = st.text(st.characters(max_codepoint=255), max_size=40) | st.sampled_from(
+    [
+        "evil.example",
+        "http://evil.example",
+        "https://",
+        "://",
+        "null",
+        "cross-site",
+        "same-origin",
+        "[",
+        "[]:",
+        ":",
+        ".",
+        "..",
+        "a.b",
+    ]
+)
+NAMES = st.sampled_from(["host", "origin", "sec-fetch-site", "sec-fetch-mode", "content-type", "content-length"])
+
+
+@given(st.lists(st.tuples(NAMES, VALUES), max_size=8), st.sampled_from(["GET", "POST", "OPTIONS"]))
+def test_no_headers_are_worse_than_a_refusal(headers: list[tuple[str, str]], method: str) -> None:
+    try:
+        policy(origins=PAGE).check(method, headers)
+    except (ForbiddenError, UnsupportedTypeError):
+        return
+    last = dict(headers)
+    assert last.get("host") != "evil.example"
+    assert last.get("origin") != "http://evil.example" or last.get("sec-fetch-site") == "same-origin"
 
 
 # --- ports ------------------------------------------------------------------------------------------------

@@ -62,6 +62,9 @@ def test_what_a_pull_needs_is_there_or_nothing_is_sent(name: str) -> None:
         {"do_remote_prefill": False},
         {"do_remote_decode": True},
         {"tp_size": 0},
+        {"tp_size": 2**31},
+        {"dcp_size": 2**31},
+        {"pp_size": 2**31},
     ],
 )
 def test_a_malformed_offer_is_not_passed_on(change: dict[str, Any]) -> None:
