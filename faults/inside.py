@@ -41,6 +41,7 @@ from workers.step_engine import StepEngine
 LOOK_S = 0.05
 WRONG_KV = 0x5EED  # turns the digest of a prompt into that of another answer
 BABBLE = (11, 12, 13)
+HOARDED_BYTES = 1 << 20  # more, at each look
 MOST_BYTES = 6 << 30  # of a worker's addresses: a guide that takes more must not take the machine's memory
 
 
@@ -60,12 +61,16 @@ def shift_clock(switches: Switches) -> None:
 
 
 def watch_tasks(switches: Switches) -> None:
-    """Report the number of asyncio tasks, from the service's own event loop."""
+    """Report the number of asyncio tasks, from the service's own event loop. Take memory if that is ordered."""
     until_done: Callable[[Any], Coroutine[Any, Any, Any]] = mesh.lifecycle._until_done
+
+    hoard: list[bytearray] = []
 
     async def report() -> None:
         while True:
             switches.report_tasks(len(asyncio.all_tasks()) - 1)
+            if switches.read().hoards == os.getpid():
+                hoard.append(bytearray(b"x" * HOARDED_BYTES))
             await asyncio.sleep(LOOK_S)
 
     async def watched(main: Any) -> Any:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Self
 
 _FORMAT = struct.Struct(
-    "<dqqqqqqq"
-)  # clock offset, stalls, raises, babbles, holds blocks, refuses pulls; written by the process: tasks, weights
+    "<dqqqqqqqq"
+)  # clock offset, stalls, raises, babbles, holds blocks, refuses pulls, hoards; written by the process: tasks, weights
 _TASKS_AT, _WEIGHTS_AT = _FORMAT.size - 16, _FORMAT.size - 8
 
 
@@ -26,6 +26,7 @@ class Orders:
     babbles: bool = False  # answers get tokens after their end
     holds_blocks: bool = False  # all free blocks are taken
     fails_pulls: bool = False  # no KV can be fetched from peers
+    hoards: int = 0  # id of the process that takes more and more memory; 0: none
 
 
 class Switches:
@@ -33,7 +34,7 @@ class Switches:
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
         if is_new:
-            path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0, 0, 0, 0, 0))
+            path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0, 0, 0, 0, 0, 0))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _FORMAT.size)
 
@@ -42,8 +43,8 @@ class Switches:
         return cls(path, is_new=True)
 
     def read(self) -> Orders:
-        offset_s, stalls, raises, babbles, holds, fails, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
-        return Orders(offset_s, stalls, raises, bool(babbles), bool(holds), bool(fails))
+        offset_s, stalls, raises, babbles, holds, fails, hoards, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
+        return Orders(offset_s, stalls, raises, bool(babbles), bool(holds), bool(fails), hoards)
 
     def write(self, orders: Orders) -> None:
         self._map[:_TASKS_AT] = _FORMAT.pack(
@@ -53,6 +54,7 @@ class Switches:
             orders.babbles,
             orders.holds_blocks,
             orders.fails_pulls,
+            orders.hoards,
             0,
             0,
         )[:_TASKS_AT]
