@@ -141,7 +141,7 @@ def serve_weights(switches: Switches) -> None:
         return executor
 
     put(mock_opening, "_open_executor", open_executor)
-    made = opening_steps.StepEngineConfig
+    made: Callable[..., Any] = vars(opening_steps)["StepEngineConfig"]
 
     def with_weights(*fields: Any, **named: Any) -> Any:
         """Have the fingerprint count the weights: the mock has none by itself."""
