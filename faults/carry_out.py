@@ -13,6 +13,7 @@ from pathlib import Path
 from faults.bombs import send_bombs
 from faults.certificates import SHORT_LIFE_S
 from faults.kinds import KINDS
+from faults.memory_limit import MemoryLimit, why_unavailable
 from faults.mesh import FaultsMesh
 from faults.operator import Operator
 from faults.recovery import Happened
@@ -26,7 +27,7 @@ from protocol.errors import MeshError
 RESTARTED_S = 30.0  # a process that got a SIGTERM has started again by then
 POLL_S = 0.05
 FILLER_BYTES = 1 << 16
-ENDS_PROCESSES = ("kill", "restart", "rolling", "engine_raise", "engine_stall")
+ENDS_PROCESSES = ("kill", "memory_limit", "restart", "rolling", "engine_raise", "engine_stall")
 RESTARTS_TWICE = ("other_weights",)
 KILLS_ABOVE = 0.5  # amount of other_weights
 VERDICTS = {  # of nftables, for the kinds that lose packets in the kernel
@@ -73,7 +74,7 @@ class Machine:
             return "a file system of its own needs root"
         if kind in VERDICTS and not self._has_network:
             return "a network of its own needs root, iproute2 and nftables"
-        return ""
+        return why_unavailable() if kind == "memory_limit" else ""
 
     async def run(self, schedule: Schedule) -> None:
         """Carry out all faults; return when the last one is over."""
@@ -114,6 +115,7 @@ class Machine:
                 partial(self._mesh.signal, name, signal.SIGSTOP),
                 partial(self._mesh.signal, name, signal.SIGCONT),
             ),
+            **self._memory(name, f"{round(fault.at_s * 100)}"),
             "restart": (partial(self._restart, name), _nothing),
             "rolling": (partial(self._roll, fault.role), _nothing),
             "reset": (partial(self._mesh.reset, name), _nothing),
@@ -152,6 +154,22 @@ class Machine:
                 if await self._mesh.metrics(name) or self._clock() > ends_s:
                     break
                 await asyncio.sleep(POLL_S)
+
+    def _memory(self, name: str, number: str) -> Mapping[str, tuple[Callable[[], object], Callable[[], object]]]:
+        limits: list[MemoryLimit] = []
+
+        def begin() -> None:
+            if (pid := self._mesh.supervisor.pid(name)) is not None:
+                limits.append(MemoryLimit(number))
+                limits[0].begin(pid)
+                self._mesh.order(name, replace(self._mesh.orders[name], hoards=pid))
+
+        def end() -> None:
+            self._mesh.order(name, replace(self._mesh.orders[name], hoards=0))
+            for limit in limits:
+                limit.end()
+
+        return {"memory_limit": (begin, end)}
 
     # --- the network ----------------------------------------------------------------------------------
 

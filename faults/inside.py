@@ -42,6 +42,7 @@ from workers.step_engine import StepEngine
 LOOK_S = 0.05
 WRONG_KV = 0x5EED  # turns the digest of a prompt into that of another answer
 BABBLE = (11, 12, 13)
+HOARDED_BYTES = 1 << 20  # more, at each look
 MOST_BYTES = 6 << 30  # of a worker's addresses: a guide that takes more must not take the machine's memory
 
 
@@ -79,13 +80,20 @@ class GarbagePauses:
 
 
 def watch_loop(switches: Switches) -> None:
-    """Report the number of asyncio tasks and the longest pause for garbage, from the service's own event loop."""
+    """Report the number of asyncio tasks and the longest pause for garbage, from the service's own event loop.
+
+    Take memory if that is ordered.
+    """
     until_done: Callable[[Any], Coroutine[Any, Any, Any]] = mesh.lifecycle._until_done
+
+    hoard: list[bytearray] = []
 
     async def report() -> None:
         pauses = GarbagePauses()
         while True:
             switches.report(len(asyncio.all_tasks()) - 1, 1000 * pauses.longest_s)
+            if switches.read().hoards == os.getpid():
+                hoard.append(bytearray(b"x" * HOARDED_BYTES))
             await asyncio.sleep(LOOK_S)
 
     async def watched(main: Any) -> Any:
@@ -156,7 +164,7 @@ def serve_weights(switches: Switches) -> None:
         return executor
 
     put(mock_opening, "_open_executor", open_executor)
-    made = opening_steps.StepEngineConfig
+    made: Callable[..., Any] = vars(opening_steps)["StepEngineConfig"]
 
     def with_weights(*fields: Any, **named: Any) -> Any:
         """Have the fingerprint count the weights: the mock has none by itself."""

@@ -29,6 +29,7 @@ class FaultKind:
 _LIST = (
     FaultKind("kill", PROCESSES, (0, 0), 4.0, "SIGKILL; its owner starts the process again at the same address"),
     FaultKind("stop", PROCESSES, (0.3, 4.0), 1.0, "SIGSTOP, later SIGCONT"),
+    FaultKind("memory_limit", WORKERS, (0.5, 3.0), 4.0, "the kernel kills it at the limit of its memory cgroup"),
     FaultKind("restart", PROCESSES, (0, 0), 10.0, "SIGTERM: it drains, ends, and starts again at the same address"),
     FaultKind("rolling", PROCESSES, (0, 0), 25.0, "all processes of a role are restarted, one after the other"),
     FaultKind("partition", PROXIED, (0.5, 5.0), 1.0, "nothing passes to and from its ports; connections stay open"),
@@ -45,6 +46,7 @@ _LIST = (
     FaultKind("events_repeated", WORKERS, (0.5, 4.0), 0.0, "a share of its KV events comes twice", (0.2, 1.0)),
     FaultKind("events_reordered", WORKERS, (0.5, 4.0), 0.0, "a share of its KV events is overtaken", (0.2, 1.0)),
     FaultKind("events_flipped", WORKERS, (0.3, 2.0), 0.0, "a bit is flipped in a share of its KV events", (0.05, 0.3)),
+    FaultKind("events_forged", WORKERS, (0.5, 4.0), 0.0, "a second publisher sends KV events that lie", (0.1, 0.6)),
     FaultKind("discovery_away", (DISCOVERY,), (0.5, 5.0), 1.0, "discovery does not answer"),
     FaultKind("discovery_empty", (DISCOVERY,), (0, 0), 3.0, "discovery has lost all that it knew"),
     FaultKind("discovery_full", (DISCOVERY,), (1.0, 4.0), 1.0, "discovery takes no writes"),

@@ -14,6 +14,7 @@ import aiohttp
 from faults.kinds import DECODE, PREFILL
 from faults.mesh import PLANE, FaultsMesh
 from faults.traffic import MODEL
+from faults.weights import ORIGINAL
 from mesh.plane.client import PlaneClient
 from protocol.errors import DeadlineExceededError, MeshError, UnreachableError
 from protocol.messages import Control, ControlAction, ControlReply
@@ -126,6 +127,8 @@ class Operator:
     async def _answers(self, name: str) -> bool:
         """Return whether a request that names the worker gets its answer there."""
         is_prefill = name.startswith(PREFILL)
+        if is_prefill and self._mesh.switches[name].weights != ORIGINAL:
+            return True  # no decode worker may use its KV
         header = "x-kvmesh-prefill-worker" if is_prefill else "x-kvmesh-worker"
         body = {"model": MODEL, "prompt": [20, 21, 22, 23], "max_tokens": 2, "kvmesh": {"disaggregate": is_prefill}}
         for url in self._mesh.urls:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-# clock offset, stalls, raises, babbles, holds blocks, refuses pulls; the process writes: tasks, longest pause, weights
-_FORMAT = struct.Struct("<dqqqqqqdq")
+# clock offset, stalls, raises, babbles, holds blocks, refuses pulls, hoards; the process writes: tasks, longest pause,
+# weights
+_FORMAT = struct.Struct("<dqqqqqqqdq")
 _REPORTED = struct.Struct("<qd")
 _REPORTED_AT = _FORMAT.size - _REPORTED.size - 8
 _WEIGHTS_AT = _FORMAT.size - 8
@@ -27,6 +28,7 @@ class Orders:
     babbles: bool = False  # answers get tokens after their end
     holds_blocks: bool = False  # all free blocks are taken
     fails_pulls: bool = False  # no KV can be fetched from peers
+    hoards: int = 0  # id of the process that takes more and more memory; 0: none
 
 
 class Switches:
@@ -43,8 +45,8 @@ class Switches:
         return cls(path, is_new=True)
 
     def read(self) -> Orders:
-        offset_s, stalls, raises, babbles, holds, fails, _, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
-        return Orders(offset_s, stalls, raises, bool(babbles), bool(holds), bool(fails))
+        offset_s, stalls, raises, babbles, holds, fails, hoards, _, _, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
+        return Orders(offset_s, stalls, raises, bool(babbles), bool(holds), bool(fails), hoards)
 
     def write(self, orders: Orders) -> None:
         self._map[:_REPORTED_AT] = _FORMAT.pack(
@@ -54,6 +56,7 @@ class Switches:
             orders.babbles,
             orders.holds_blocks,
             orders.fails_pulls,
+            orders.hoards,
             0,
             0.0,
             0,

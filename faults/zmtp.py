@@ -5,11 +5,14 @@ all frames up to the first without the flag MORE. Commands, such as heartbeats, 
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
 MOST_BUFFERED = 64 << 20
+MOST_HEARD = 16  # messages that a forger repeats
+SEQUENCE_BYTES = 8  # of a KV event's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class TroubledMessages:
         self._trouble = trouble
         self._draw = draw
         self._overtaken: bytes | None = None
+        self._earlier: list[bytes] = []  # messages that a forger has heard
 
     def pass_on(self, piece: Piece) -> bytes:
         """Return the bytes to send for this piece."""
@@ -94,7 +98,56 @@ class TroubledMessages:
                 return b""
             case "events_flipped":
                 return flipped(piece.data, self._draw)
+            case "events_forged":
+                self._earlier = [*self._earlier[1 - MOST_HEARD :], piece.data]
+                return piece.data + forged(piece.data, self._draw.choice(self._earlier), self._draw)
         return piece.data
+
+
+def forged(message: bytes, earlier: bytes, draw: random.Random) -> bytes:
+    """Return what a second publisher at the same address sends: a message that lies about its number or its payload.
+
+    `earlier`: a message that the first publisher has sent. A message that is no KV event is not forged.
+    """
+    frames, old = frames_of(message), frames_of(earlier)
+    if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES or len(old) != 3:
+        return b""
+    topic, sequence, payload = frames
+    number = int.from_bytes(sequence, "big")
+    lies = (
+        [topic, (number + draw.randrange(1, 1 << 40)).to_bytes(SEQUENCE_BYTES, "big"), payload],  # far ahead
+        [topic, bytes(SEQUENCE_BYTES), payload],  # the first one again
+        [topic, b"\xff" * SEQUENCE_BYTES, payload],  # the last one that there can be
+        [topic, (number + 1).to_bytes(SEQUENCE_BYTES, "big"), old[2]],  # before the right one of that number
+        [topic, sequence, old[2]],
+        [topic, (number + 1).to_bytes(SEQUENCE_BYTES, "big"), draw.randbytes(len(payload))],
+        [topic, draw.randbytes(draw.randrange(20)), payload],
+        [draw.randbytes(12), sequence, payload],
+        [topic, sequence],
+        [topic, sequence, payload, payload],
+        [topic, (number + 1).to_bytes(SEQUENCE_BYTES, "big"), b""],
+    )
+    return message_of(draw.choice(lies))
+
+
+def frames_of(message: bytes) -> list[bytes]:
+    """Return the bodies of the frames of a whole message."""
+    frames, at = [], 0
+    while at < len(message):
+        head = 9 if message[at] & LONG else 2
+        size = int.from_bytes(message[at + 1 : at + head], "big")
+        frames.append(message[at + head : at + head + size])
+        at += head + size
+    return frames
+
+
+def message_of(frames: Sequence[bytes]) -> bytes:
+    """Return frames as a message on the wire."""
+    parts = []
+    for number, body in enumerate(frames):
+        flags = LONG | (MORE if number + 1 < len(frames) else 0)
+        parts.append(bytes([flags]) + len(body).to_bytes(8, "big") + body)
+    return b"".join(parts)
 
 
 def flipped(message: bytes, draw: random.Random) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -110,9 +111,7 @@ class ShmBackend:
     def _forget_dead_peers(self) -> None:
         """Unmap dead peers: a map keeps the whole KV cache of a process in memory after the process has died."""
         for peer in list(self._peers):
-            try:
-                os.close(_open(peer))
-            except OSError:
+            if not _is_there(peer):
                 del self._peers[peer]
 
     async def close(self) -> None:
@@ -120,11 +119,25 @@ class ShmBackend:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._map is not None:  # peers may have it mapped for long; their pulls find no nonce in it any more
+            self._map.madvise(mmap.MADV_REMOVE)
 
 
 def _open(peer: _ShmPeer) -> int:
     """Open the peer's memory; return a descriptor. Raises OSError if the process is gone, or is another user's."""
-    return os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _is_there(peer: _ShmPeer) -> bool:
+    """Return whether a process still has this memory: after a sleep its descriptor may lead to something else."""
+    try:
+        fd = _open(peer)
+        try:
+            return os.pread(fd, 8, 0) == peer.generation.to_bytes(8, sys.byteorder)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
 
 
 def _map(peer: _ShmPeer, worker_id: WorkerId) -> Map:

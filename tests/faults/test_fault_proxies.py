@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from faults.proxies import TroubledProxy, Weather
-from faults.zmtp import EventTrouble, Piece, TroubledMessages, ZmtpCutter
+from faults.zmtp import EventTrouble, Piece, TroubledMessages, ZmtpCutter, frames_of, message_of
 from tests.support.patience import PATIENCE_S
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -144,3 +144,19 @@ async def test_a_subscriber_hears_a_publisher_through_the_proxy() -> None:
                 pub.send_multipart([b"kv", b"1"])
         assert sub.recv_multipart() == [b"kv", b"1"]
         await proxy.close()
+
+
+def test_a_second_publisher_adds_messages_and_changes_none() -> None:
+    troubled = TroubledMessages(EventTrouble("events_forged", 1.0), random.Random(1))
+    sent = [message_of([b"kv", number.to_bytes(8, "big"), b"x" * 300]) for number in range(40)]
+    got = [troubled.pass_on(Piece(one, True)) for one in sent]
+    assert all(passed.startswith(one) for passed, one in zip(got, sent, strict=True))
+    added = [frames_of(passed[len(one) :]) for passed, one in zip(got, sent, strict=True)]
+    assert all(added)
+    assert len({tuple(map(len, frames)) for frames in added}) > 3, "lies of several kinds"
+
+
+def test_what_is_no_event_is_not_forged() -> None:
+    troubled = TroubledMessages(EventTrouble("events_forged", 1.0), random.Random(1))
+    for frames in ([b"one"], [b"kv", b"1"], [b"", b"a", b"b"]):
+        assert troubled.pass_on(Piece(message_of(frames), True)) == message_of(frames)
