@@ -147,6 +147,17 @@ def test_all_of_a_prompt_is_counted_that_the_prefill_worker_had_cached(mesh: Vll
     assert trace["kv_bytes_pulled"] == 11 * BLOCK * BYTES_PER_TOKEN
 
 
+def test_each_of_several_prompts_gets_its_own_kv(mesh: VllmMesh) -> None:
+    """Public advisories of vLLM: CVE-2026-94623 and CVE-2026-94627."""
+    prompts = [prompt(200 + 40 * number, first=7000 + 100 * number) for number in range(3)]
+    body = {"max_tokens": 24, "ignore_eos": True, "kvmesh": {"trace": True, "disaggregate": True}}
+    with mesh.http as http:
+        reply = http.post("/v1/completions", json={"model": "tiny", "prompt": prompts, "temperature": 0, **body}).json()
+    assert reply["kvmesh"]["prefill_worker"] == "prefill-0"
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert texts == [alone(mesh, tokens) for tokens in prompts]
+
+
 def test_a_seed_draws_the_same_answer_with_and_without_a_prefill_worker(mesh: VllmMesh) -> None:
     sampled = {"temperature": 1.0, "seed": 11}
     tokens = prompt(200, first=3)
