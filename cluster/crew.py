@@ -11,7 +11,7 @@ from typing import Literal
 
 import aiohttp
 
-from cluster.notices import DownNotices
+from cluster.notices import OwnerNotices
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.identity.credentials import Credentials
 from mesh.member_session import member_session
@@ -71,7 +71,7 @@ class Crew:
         self._tasks: set[asyncio.Task[None]] = set()
         self._plane = PlaneClient(credentials)
         self.failures: list[Refusal] = []
-        self.notices = DownNotices()
+        self.notices = OwnerNotices()
         self.is_complete = False  # every first worker has joined: from then on the mesh serves without those that fail
 
     # --- what there is --------------------------------------------------------------------------------
@@ -79,6 +79,7 @@ class Crew:
     def adopt(self, name: str, role: Role) -> None:
         """Add a worker that the mesh begins with. If it cannot run at the start, the whole mesh fails."""
         self._members[name] = Member(name, role)
+        self._show_kept()
 
     def on_down(self, name: str, failure: MeshError, retry_s: float) -> bool:
         """Report a worker that ends again and again. Return whether the mesh serves without it."""
@@ -92,8 +93,13 @@ class Crew:
                 f"{name} is down, the others go on; it is tried again in {retry_s:.0f} s. It ended with: {last_line}"
             )
         member.is_down = True
-        self.notices.show(DownCard(name=name, role=member.role, retry_s=retry_s))
+        self.notices.show_down(DownCard(name=name, role=member.role, retry_s=retry_s))
+        self._show_kept()
         return True
+
+    def _show_kept(self) -> None:
+        """Tell frontends which workers come back if they end."""
+        self.notices.keep(m.name for m in self._members.values() if m.doing != "draining" and not m.is_down)
 
     def reports(self) -> list[MemberReport]:
         return [
@@ -134,7 +140,8 @@ class Crew:
         member.card = card
         if member.is_down:
             member.is_down = False
-            self.notices.withdraw(member.name)
+            self.notices.withdraw_down(member.name)
+            self._show_kept()
             self._tell(f"{member.name} is back")
         if member.doing == "" and card.role is not member.role and card.role in SCALED_ROLES:
             self._has_role(member, card.role)  # another caller changed its role
@@ -178,6 +185,7 @@ class Crew:
         taken = self._members.keys() | self._supervisor.pids().keys()
         name = next(name for n in numbers if (name := f"{role.value}-{n}") not in taken)
         self._members[name] = Member(name, role)
+        self._show_kept()
         self._supervisor.start(self._spec_of(role, name), lambda failure: self._lost(name, failure))
         self._tell(f"{name} is being started")
         return name
@@ -185,6 +193,7 @@ class Crew:
     def _lost(self, name: str, failure: MeshError) -> None:
         """Remove a worker that was added and does not run. The mesh continues without it."""
         self._members.pop(name, None)
+        self._show_kept()
         self._note(name, failure)
         self._tell(f"{name} was given up: {failure}")
 
@@ -197,6 +206,7 @@ class Crew:
         chosen = cheapest_to_lose(await self._stakes(ready), count)
         for member in chosen:
             member.doing = "draining"
+            self._show_kept()
             self._spawn(self._end(member), f"drain {member.name}")
         return [member.name for member in chosen]
 

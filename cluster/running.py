@@ -202,7 +202,7 @@ async def running_cluster(
     crew = Crew(supervisor, partial(specified, config, run_dir), drain_timeout_s, tell, credentials=credentials)
     cluster = Cluster(config, run_dir, supervisor, discovery, crew, tell, frontend, credentials)
     following = asyncio.create_task(crew.follow(discovery), name="follow workers")
-    noticing = asyncio.create_task(crew.notices.run(discovery), name="show workers that are down")
+    noticing = asyncio.create_task(crew.notices.run(discovery), name="show notices of workers")
     keep = False
     try:
         for name, role in config.first_workers().items():

@@ -14,6 +14,7 @@ import msgspec
 from frontend.generator import DeltaConsumer, Hints, PlacingNotes, Trace
 from frontend.lane import TokenLane
 from frontend.metrics import SUSPECTS
+from frontend.presence import NEVER, FailedWorker, NobodyReturns, Presence
 from frontend.rebuilt import note_failed, times_in
 from frontend.route_requests import route_request, sequence_hashes_of
 from frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
@@ -23,6 +24,7 @@ from mesh.plane.client import PlaneClient
 from mesh.safeguards import is_off
 from protocol.errors import (
     CancelledByPeerError,
+    DeadlineExceededError,
     DrainingError,
     EngineError,
     MeshError,
@@ -54,14 +56,14 @@ ResultT = TypeVar("ResultT")
 _AVOIDS = not is_off("avoidance")
 MAX_ATTEMPTS = 1 if is_off("migration") else 4
 MAX_ENGINE_FAILURES = 2  # a request that breaks engines must not reach every worker
-REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
-RETRY_S = 0.2
+RETRY_S = 0.5  # between two looks for a worker while there is no news
 LOST_AGAIN_S = 0.5  # between two tries of lost workers: with a prefill leg, each of them computes something
 RELEASE_TIMEOUT_S = 5.0
 PROGRESS_S = 2.0  # between reports on one answer to the router
 PROGRESS_TURNS = 20  # the reports are spread over these turns: 10,000 at once would block the event loop for 50 ms
 # No token of a server has more bytes than that, and no byte becomes more than one token.
 MAX_RETOKENIZED = 256  # of ours for one of a server
+SEE_HEALTH = "try again later; GET /health says why"
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
@@ -80,7 +82,15 @@ class _LegFailedError(Exception):
 class Dispatcher:
     """Implements frontend.generator.Generator over the workers of the mesh."""
 
-    def __init__(self, router: Router, plane: PlaneClient, block_size_of: Callable[[str], int]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        plane: PlaneClient,
+        block_size_of: Callable[[str], int],
+        presence: Presence | None = None,
+    ) -> None:
+        """Take `presence`, which knows whether workers that failed come back; without it none does."""
+        self._presence = presence or NobodyReturns()
         self._router = router
         self._plane = plane
         self._block_size_of = block_size_of
@@ -98,7 +108,7 @@ class Dispatcher:
         task = _Generation(request, hints, trace, deadline, consumer, list(request.generated))
         if trace.record is not None:
             trace.record.generated = task.generated
-        failures = task.failures = _Failures(task.generated, deadline, REPLACEMENT_S)
+        failures = task.failures = _Failures(request.model, task.generated, deadline, self._presence)
         try:
             await self._elsewhere(request, lambda failed: self._generate(task, failed), failures)
         finally:
@@ -118,7 +128,7 @@ class Dispatcher:
         self, request: EmbedRequest, hints: Hints, deadline: float, record: AnswerRecord | None = None
     ) -> Embedding:
         """Implements frontend.generator.Generator."""
-        failures = _Failures((), deadline, 0.0)  # what the last worker said tells more than that there is no other
+        failures = _Failures(request.model, (), deadline, self._presence)
         if record is not None and record.is_sampled:
             hints = msgspec.structs.replace(hints, explain=True)
         return await self._elsewhere(
@@ -148,7 +158,7 @@ class Dispatcher:
             except (NoWorkerError, OverloadedError) as refusal:  # of the router
                 failures.end_trial()  # not to keep the others waiting
                 failures.weigh(refusal)
-                await asyncio.sleep(RETRY_S)
+                await self._presence.news(RETRY_S)
             finally:
                 failures.end_trial()
 
@@ -371,19 +381,18 @@ class _Generation(msgspec.Struct):
 class _Failures:
     """Counts what has failed a request, and decides whether it may be tried again."""
 
-    __slots__ = ("_attempts", "_deadline", "_engine_failures", "_generated", "_lost", "_lost_again", "_patience_ends",
-        "_patience_s", "ended", "excluded", "problem", "trial", "workers")  # fmt: skip
+    __slots__ = ("_attempts", "_deadline", "_engine_failures", "_failed", "_generated", "_lost_again", "_model",
+        "_presence", "ended", "excluded", "problem", "trial", "workers")  # fmt: skip
 
-    def __init__(self, generated: Sequence[int], deadline: float, patience_s: float) -> None:
-        """Begin without failures. `generated` grows with the answer; a request that lost its worker waits `patience_s`
-        for another one."""
+    def __init__(self, model: str, generated: Sequence[int], deadline: float, presence: Presence) -> None:
+        """Begin without failures. `generated` grows with the answer."""
+        self._model = model
         self._generated = generated
         self._deadline = deadline
-        self._patience_s = patience_s
-        self._patience_ends = deadline
+        self._presence = presence
         self._attempts = self._engine_failures = 0
-        self._lost: set[WorkerId] = set()  # workers that were away: they may come back, and are no other workers then
-        self._lost_again = 0.0  # when they may be tried again
+        self._failed: dict[WorkerId, FailedWorker] = {}
+        self._lost_again = 0.0  # when workers that were lost may be tried again
         self.workers: list[WorkerId] = []
         self.excluded: list[WorkerId] = []  # from the next attempt
         self.problem: MeshError | None = None  # the last one
@@ -406,15 +415,15 @@ class _Failures:
             self.trial = None
 
     def note(self, failure: _LegFailedError) -> None:
-        """Raise the reason if this was one failure too many."""
-        is_known = failure.worker_id in self.workers
-        if not is_known:
+        """Raise what the client is told if this was one failure too many."""
+        now = asyncio.get_running_loop().time()
+        if (earlier := self._failed.get(failure.worker_id)) is None:
+            earlier = FailedWorker(failure.worker_id, failure.target.name, failure.reason, now)
             log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
             self.workers.append(failure.worker_id)
         if _AVOIDS:
             self.excluded.append(failure.worker_id)
-        if isinstance(failure.reason, PeerLostError):
-            self._lost.add(failure.worker_id)
+        self._failed[failure.worker_id] = earlier.failed_again(failure.reason, now)
         self.problem = failure.reason
         self._attempts += not isinstance(failure.reason, NOT_BEGUN)
         self._engine_failures += isinstance(failure.reason, EngineError)
@@ -424,12 +433,10 @@ class _Failures:
                 hint="see the logs of the workers",
             ) from failure
         if self._attempts >= MAX_ATTEMPTS or self._engine_failures >= MAX_ENGINE_FAILURES:
-            raise failure.reason
-        if not is_known or not isinstance(failure.reason, UnreachableError):
-            self._patience_ends = min(asyncio.get_running_loop().time() + self._patience_s, self._deadline)
+            raise self._told(failure.reason) from failure
 
     def weigh(self, refusal: MeshError) -> None:
-        """Raise what the client is to be told, unless it is worth waiting for a worker that appears.
+        """Raise what the client is told, unless a worker is known to come back before the deadline.
 
         Workers that were lost may be tried again then: perhaps only the network was away.
         """
@@ -439,11 +446,28 @@ class _Failures:
             if isinstance(error, OverloadedError) and not self._generated:
                 raise error from None  # refused early: the caller may come back, nothing was begun
         now = asyncio.get_running_loop().time()
-        if now >= self._patience_ends:
-            raise self.problem from None
+        until_s = max((self._presence.waits_until(failed) for failed in self._failed.values()), default=NEVER)
+        if now >= until_s:
+            raise self._nobody_left() from None
+        if now >= self._deadline:
+            raise DeadlineExceededError(f"no worker of the model {self._model!r} came back in time") from None
         if isinstance(refusal, NoWorkerError) and now >= self._lost_again:
             self._lost_again = now + LOST_AGAIN_S
-            self.excluded = [worker_id for worker_id in self.excluded if worker_id not in self._lost]
+            lost = {one.worker_id for one in self._failed.values() if isinstance(one.reason, PeerLostError)}
+            self.excluded = [worker_id for worker_id in self.excluded if worker_id not in lost]
+
+    def _nobody_left(self) -> MeshError:
+        if isinstance(self.problem, EngineError):
+            return self.problem
+        is_lost = isinstance(self.problem, PeerLostError)
+        what = "the worker of this request is gone" if is_lost else "the worker of this request takes no more requests"
+        return NoWorkerError(f"{what}, and no other one of the model {self._model!r} is ready", hint=SEE_HEALTH)
+
+    def _told(self, reason: MeshError) -> MeshError:
+        """Return a failure in words for clients: the addresses of workers are for the log."""
+        if not isinstance(reason, PeerLostError):
+            return reason
+        return PeerLostError(f"{len(self.workers)} workers were lost while they computed this request")
 
 
 class _Leg:

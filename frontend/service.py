@@ -31,6 +31,7 @@ from frontend.keys.tokens import TokenRules, TokenVerifier
 from frontend.live.opening import live_page, live_parts
 from frontend.model_files import ModelFolders, default_cache_dir
 from frontend.models import ModelRegistry
+from frontend.presence import MeshPresence
 from frontend.responses.opening import check_setting, open_store
 from frontend.responses.retention import StoreLimits
 from frontend.responses.state import KeptResponses
@@ -92,10 +93,12 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         workers = worker_feed(plane, models)
         async with asyncio.TaskGroup() as feeds:
             search = partial(searched, workers, models, down := DownWorkers())
+            presence = MeshPresence(workers, workers.resting)
             follow = follow_workers(feeds, workers, down, discovery, models)
+            follow.append(feeds.create_task(presence.run(discovery), name="frontend: follow owners of workers"))
             opened = await open_router(config, router_config, plane, workers, discovery, cleanup)
             follow += [] if opened.run is None else [feeds.create_task(opened.run, name="frontend: follow routers")]
-            dispatcher = Dispatcher(opened.router, plane, lambda model: models.find(model).facts.block_size)
+            dispatcher = Dispatcher(opened.router, plane, lambda name: models.find(name).facts.block_size, presence)
             folder = Path(config.shares_port_with) if config.shares_port_with else None
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))

@@ -1,7 +1,7 @@
 """The text that `kvmesh up` prints when the mesh is ready: how to ask it, and what to try. Pure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,8 +88,15 @@ def things_to_try(mesh: RunningMesh) -> Sequence[str]:
     ]
     if mesh.pids:
         name, pid = sorted(mesh.pids.items())[0]
-        lines.append(f"  kill      kill -9 {pid}  # {name}: its requests continue on another worker")
+        lines.append(f"  kill      kill -9 {pid}  # {name}: {after_a_kill(name, mesh.pids)}")
         role = name.rpartition("-")[0]
         fewer = sum(other.rpartition("-")[0] == role for other in mesh.pids) - 1
         lines.append(f"""  drain     {control}/scale -d '{{"{role}": {fewer}}}'  # one {role} worker ends in order""")
     return lines
+
+
+def after_a_kill(name: str, workers: Iterable[str]) -> str:
+    """Return what becomes of the requests of a worker that is killed. A prefill worker alone answers none."""
+    if any(other != name and not other.startswith("prefill-") for other in workers):
+        return "its requests continue on another worker"
+    return "its requests wait until it has been started again"

@@ -486,6 +486,12 @@ class DownCard(Message, frozen=True):
     retry_s: Annotated[float, Meta(ge=0, le=86_400)]  # until its owner starts it again
 
 
+class KeptCard(Message, frozen=True):
+    """The names of the workers that one owner of processes starts again when they end, under `kept/<owner>`."""
+
+    workers: tuple[Annotated[str, Meta(max_length=256)], ...] = ()
+
+
 class RouteRequest(Message, frozen=True):
     """A request to place a prompt: router method `place`. The stream of the answer is the lease of the booking."""
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 from mesh.discovery.place import SearchPlace
 
 KEY_PREFIX = "workers/"
-OTHER_SERVICES = ("routers/", "frontends/", "limiters/", "planners/", "doctor/")  # keys that are no worker's
+OTHER_SERVICES = ("routers/", "frontends/", "limiters/", "planners/", "doctor/", "kept/")  # keys that are no worker's
 MAX_IGNORED = 32  # keys that are remembered with a reason; further keys are only counted
 MAX_TOLD = 8  # of them in the log
 MAX_KEY_CHARS = 100

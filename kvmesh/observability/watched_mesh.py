@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from cluster.notices import DownNotices
+from cluster.notices import OwnerNotices
 from faults.certificates import MeshCertificates
 from faults.clients import Clients
 from faults.mesh import CLIENTS, HTTP, METRICS, FaultsMesh, Tell
@@ -51,7 +51,7 @@ class WatchedMesh:
         self._certificates = MeshCertificates(folder / "closed")
         self._signpost = folder / "signpost"  # a link to the folder of discovery, by which one worker finds it
         self.faults.places[ASTRAY] = f"file:{self._signpost}"
-        self._notices = DownNotices()
+        self._notices = OwnerNotices()
         self._discovery: Discovery | None = None
         self._numbers = itertools.count(1)
         self._tasks: list[asyncio.Task[Any]] = []
@@ -136,8 +136,8 @@ class WatchedMesh:
     def _on_down(self, name: str, failure: MeshError, retry_s: float) -> bool:
         """Report a worker that is kept down, as the owner of a mesh does, until it is tried again."""
         self.is_kept_down = True
-        self._notices.show(DownCard(name=name, role=Role(name.rpartition("-")[0]), retry_s=retry_s))
-        asyncio.get_running_loop().call_later(retry_s, self._notices.withdraw, name)
+        self._notices.show_down(DownCard(name=name, role=Role(name.rpartition("-")[0]), retry_s=retry_s))
+        asyncio.get_running_loop().call_later(retry_s, self._notices.withdraw_down, name)
         return True
 
     async def _be_orchestrator(self) -> None:

@@ -218,8 +218,9 @@ class FileDiscovery:
 class _CardFiles:
     """Read the directory. Times are those of this process's monotonic clock.
 
-    A file is replaced, never changed in place. So names and inodes say which files have to be read. These are listed
-    when the directory has another time. The times of all files are looked at three times per lease.
+    A file is replaced, never changed in place. So inodes and times say which files have to be read: a file may have the
+    inode of the one before the last, if it was replaced twice between two looks. The files are listed when the directory
+    has another time, and three times per lease.
     """
 
     def __init__(self, directory: Path, lease_s: float) -> None:
@@ -261,16 +262,13 @@ class _CardFiles:
         self._looked_s = now_s
 
     def _scan(self, now_s: float) -> None:
-        """Read the files that are new. If it is due, look at the times of all others too."""
+        """Read the files that are new, and those that have another time."""
         is_check = now_s >= self._check_s
         before, self._files = self._files, {}
         with os.scandir(self._directory) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if entry.name.endswith((_KEY_SUFFIX, _NEW_SUFFIX)):
-                    found = before.get(entry.name)
-                    if found is None or is_check or found.inode != entry.inode():
-                        found = self._seen(entry, found, now_s)
-                    if found is not None:
+                    if (found := self._seen(entry, before.get(entry.name), now_s)) is not None:
                         self._files[entry.name] = found
         newest_ns = max((found.mtime_ns for found in self._files.values()), default=0)
         for name in self._files.keys() - before.keys():

@@ -61,6 +61,20 @@ async def test_a_worker_that_fails_before_the_mesh_is_complete_ends_it(host: Fak
     assert not await host.crash("decode-1")
 
 
+async def test_a_worker_is_kept_until_it_is_down_or_taken_away(host: FakeHost) -> None:
+    names = ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]
+    assert await host.kept() == names
+    await host.crash("decode-1")
+    assert await host.kept() == [name for name in names if name != "decode-1"]
+    host.supervisor.revive("decode-1")
+    await host.all_ready()
+    assert await host.kept() == names
+    host.supervisor.may_end.clear()
+    (drained,) = (await host.crew.scale({Role.DECODE: 2})).draining
+    assert await host.kept() == [name for name in names if name != drained], "before its process ends"
+    host.supervisor.may_end.set()
+
+
 # --- more and fewer -----------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from mesh.discovery import BACKENDS, Change, Deleted, Discovery, Put, open_discovery
-from mesh.discovery.file import FileDiscovery
+from mesh.discovery.file import FileDiscovery, _CardFiles
 from mesh.discovery.memory import MemoryDiscovery
 from protocol.errors import ConfigError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
@@ -195,6 +195,20 @@ async def main():
     await asyncio.sleep(60)
 asyncio.run(main())
 """
+
+
+def test_a_file_that_was_replaced_twice_is_read_at_the_next_look(tmp_path: Path) -> None:
+    """The file system may give the third file the inode of the first one."""
+    files, path = _CardFiles(tmp_path, 60.0), tmp_path / "workers%2Fa.key"
+    path.write_bytes(b"serving")
+    for now_s in (100.0, 100.1, 100.2):
+        files.look(now_s)
+    assert files.view.present() == {"workers/a": b"serving"}
+    path.write_bytes(b"drained")  # the inode stays
+    os.utime(path, ns=(time.time_ns(), time.time_ns() + 1))
+    (tmp_path / "beside").touch()  # the directory gets another time, as by a replacement
+    assert files.look(100.3)
+    assert files.view.present() == {"workers/a": b"drained"}
 
 
 async def test_keys_of_killed_processes_expire_and_of_stalled_ones_return(

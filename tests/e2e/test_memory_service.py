@@ -107,5 +107,6 @@ def test_a_service_that_was_killed_takes_nobody_along(mesh: Mesh) -> None:
     operate(mesh, "sleep", "aggregated-0")
     operate(mesh, "wake", "aggregated-0")
     assert users(mesh) == [1], "the image was written again"
+    until(lambda: mesh.workers_seen() == 2, what="the worker that woke is used")
     assert psutil.pid_exists(mesh.pid("aggregated-1"))
     assert answer(mesh, "aggregated-0") == expected == answer(mesh, "aggregated-1")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import httpx
@@ -9,6 +10,7 @@ import psutil
 
 from mesh.supervisor import MAX_QUICK_EXITS
 from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.streams import Stream, check_failed_loudly
 
 
 def kill_again_and_again(mesh: Mesh, name: str) -> None:
@@ -46,3 +48,14 @@ def test_the_others_serve_and_everybody_can_see_which_worker_is_down(tmp_path: P
         assert mesh.metric("kvmesh_frontend_workers_down") == 1
         answer = mesh.complete("Hello", max_tokens=8)
         assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_a_request_waits_no_longer_for_a_worker_that_keeps_ending(tmp_path: Path) -> None:
+    with running_mesh(tmp_path, "--engine", "mock", "--kv-transfer", "shm", "--decode", "1") as mesh:
+        stream = Stream(mesh.url, list(range(100, 140)), 400).until_tokens(3)
+        kill_again_and_again(mesh, "decode-0")
+        down_s = time.monotonic()
+        check_failed_loudly(stream.join())
+        assert stream.error is not None and stream.error["code"] == "no_worker", stream
+        assert "127.0.0.1" not in stream.error["message"]
+        assert stream.ended_s - down_s < 5, "its deadline is 600 s away"

@@ -1,6 +1,7 @@
 """The dispatcher carries a request through the mesh, when workers do well, fail, vanish or are given up."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from frontend import dispatch, route_requests
 from frontend.dispatch import Dispatcher
 from frontend.generator import MAX_EXPLANATIONS, Hints, Trace
+from frontend.presence import FailedWorker
 from protocol.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
@@ -41,7 +43,7 @@ from protocol.messages import (
 from tests.support.deltas import OneByOne, deltas_of
 from tests.support.fake_mesh import FakeMesh, FakeWorker, Step, answer
 from tests.support.patience import PATIENCE_S
-from tests.support.recovery import RECOVERED_S, WITHOUT_S
+from tests.support.recovery import RECOVERED_S
 
 PROMPT = list(range(100, 140))
 LOST = PeerLostError("the connection broke")
@@ -50,7 +52,6 @@ GONE = UnreachableError("connection refused")
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "REPLACEMENT_S", PATIENCE_S)
     monkeypatch.setattr(dispatch, "RETRY_S", 0.005)
     monkeypatch.setattr(dispatch, "LOST_AGAIN_S", 0.02)
 
@@ -79,12 +80,28 @@ def request_of(max_tokens: int = 10) -> GenerateRequest:
     )
 
 
+class Waiting:
+    """Implements frontend.presence.Presence: says of every worker that failed until when to wait for it."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+        self.asked: list[FailedWorker] = []
+
+    def waits_until(self, failed: FailedWorker) -> float:
+        self.asked.append(failed)
+        return failed.at_s + self.wait_s
+
+    async def news(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+
 class Run:
     """Carries one request to a mesh of fakes."""
 
-    def __init__(self, *workers: FakeWorker) -> None:
+    def __init__(self, *workers: FakeWorker, wait_s: float = math.inf) -> None:
         self.mesh = FakeMesh(*workers)
-        self.dispatcher = Dispatcher(self.mesh, self.mesh, lambda model: 16)  # type: ignore[arg-type]
+        self.presence = Waiting(wait_s)
+        self.dispatcher = Dispatcher(self.mesh, self.mesh, lambda model: 16, self.presence)  # type: ignore[arg-type]
         self.trace = Trace()
         self.traceparent = ""
         self.deltas: list[Delta] = []
@@ -395,7 +412,7 @@ async def test_each_worker_is_tried_once_and_in_the_routers_order(checked: list[
 async def test_four_failed_workers_end_a_request_with_the_last_error(checked: list[Run]) -> None:
     run = Run(*[decode([1, PeerLostError(f"lost {name}")], name=name) for name in "abcde"])
     checked.append(run)
-    with pytest.raises(PeerLostError, match="lost d"):
+    with pytest.raises(PeerLostError, match="4 workers were lost"):
         await run()
     assert run.tokens == answer(PROMPT, 4), "what was sent is right as far as it goes"
 
@@ -561,48 +578,73 @@ async def test_a_lost_worker_that_returns_continues_the_answer(checked: list[Run
     assert (len(lost.requests), run.trace.migrations) == (4, 1)
 
 
-async def test_lost_workers_are_tried_once_per_pause(checked: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_workers_are_tried_once_per_pause(checked: list[Run]) -> None:
     """Each try has the prompt computed by a prefill worker: hundreds of waiting requests must not flood it."""
-    monkeypatch.setattr(dispatch, "REPLACEMENT_S", 0.6)
     p = prefill()
     run = Run(p, decode([GONE]))
     checked.append(run)
-    with pytest.raises(PeerLostError):
-        await run(max_tokens=100)
+    with pytest.raises((NoWorkerError, DeadlineExceededError)):
+        await run(max_tokens=100, timeout_s=0.6)
     assert 2 <= len(p.requests) <= 0.6 / 0.02 + 2
 
 
-async def test_a_worker_whose_engine_failed_is_not_tried_again(
-    checked: list[Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "REPLACEMENT_S", 0.2)
+async def test_a_worker_whose_engine_failed_is_not_tried_again(checked: list[Run]) -> None:
     broken = decode([3, EngineError("boom")], name="a")
-    run = Run(broken)
+    run = Run(broken, wait_s=0.1)
     checked.append(run)
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="boom"):
         await run()
     assert len(broken.requests) == 1
 
 
-async def test_patience_ends(checked: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "REPLACEMENT_S", 0.2)
-    run = Run(decode([3, LOST], [GONE]))
+async def test_a_request_fails_at_once_if_no_worker_comes_back(checked: list[Run]) -> None:
+    run = Run(decode([3, LOST]), wait_s=-math.inf)
+    checked.append(run)
+    with pytest.raises(NoWorkerError) as failed:
+        await run()
+    assert str(failed.value) == (
+        "the worker of this request is gone, and no other one of the model 'm' is ready; "
+        "try again later; GET /health says why"
+    )
+    assert (run.tokens, len(run.mesh.routed)) == (answer(PROMPT, 3), 2)
+
+
+async def test_a_client_is_told_no_address(checked: list[Run]) -> None:
+    for lost in (PeerLostError("lost 10.0.0.7:44603: it broke"), UnreachableError("cannot connect to 10.0.0.7:44603")):
+        run = Run(*(decode([lost], name=f"d{number}") for number in range(5)), wait_s=-math.inf)
+        checked.append(run)
+        with pytest.raises(MeshError) as failed:
+            await run()
+        assert "10.0.0.7" not in str(failed.value)
+
+
+async def test_a_worker_that_rests_is_not_waited_for(checked: list[Run]) -> None:
+    run = Run(decode([DrainingError("this worker is asleep")]), wait_s=-math.inf)
+    checked.append(run)
+    with pytest.raises(NoWorkerError, match="takes no more requests, and no other one"):
+        await run()
+
+
+async def test_a_wait_ends_with_what_the_mesh_says(checked: list[Run]) -> None:
+    run = Run(decode([3, LOST], [GONE]), wait_s=0.2)
     checked.append(run)
     started = asyncio.get_running_loop().time()
-    with pytest.raises(PeerLostError):
-        await run()
-    assert 0.2 <= asyncio.get_running_loop().time() - started < RECOVERED_S
+    answering = asyncio.create_task(run())
+    await until(lambda: len(run.presence.asked) >= 3)
+    run.presence.wait_s = -math.inf
+    with pytest.raises(NoWorkerError):
+        await answering
+    assert asyncio.get_running_loop().time() - started < RECOVERED_S
     assert run.tokens == answer(PROMPT, 3)
 
 
-async def test_patience_ends_with_the_deadline(checked: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "REPLACEMENT_S", WITHOUT_S)
+async def test_a_wait_ends_with_the_deadline(checked: list[Run]) -> None:
     run = Run(decode([3, LOST], [GONE]))
     checked.append(run)
     started = asyncio.get_running_loop().time()
     with pytest.raises((PeerLostError, DeadlineExceededError)):
         await run(timeout_s=0.02)
-    assert asyncio.get_running_loop().time() - started < RECOVERED_S, "long before patience would have ended"
+    assert asyncio.get_running_loop().time() - started < RECOVERED_S
 
 
 async def test_a_migrating_request_waits_for_the_router(checked: list[Run]) -> None:

@@ -13,7 +13,6 @@ from protocol.errors import MeshError, NoWorkerError, PeerLostError, Unreachable
 from protocol.ids import RequestId
 from protocol.messages import Delta, FinishReason, PullReport, TimedDelta, WorkerTimes
 from tests.frontend.test_dispatch import PROMPT, Run, decode, prefill
-from tests.support.patience import PATIENCE_S
 
 LATE = WorkerTimes(queued_s=1e-6, first_s=2e-6, total_s=3e-6, preemptions=1)
 PULL = PullReport("shm", 1000, 2, 1e-6)
@@ -57,7 +56,6 @@ async def rebuilt(run: Run, error: type[MeshError] | None = None) -> Rebuilt:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "REPLACEMENT_S", PATIENCE_S)
     monkeypatch.setattr(dispatch, "RETRY_S", 0.0)
     monkeypatch.setattr(dispatch, "LOST_AGAIN_S", 0.0)
 
@@ -120,9 +118,8 @@ async def test_a_request_that_is_never_placed_waits_in_its_route() -> None:
     assert found.spans["route"][0].status.message == "not placed"
 
 
-async def test_a_failure_that_ends_the_request_is_its_last_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "REPLACEMENT_S", 0.0)
-    found = await rebuilt(Run(decode([PeerLostError("gone")])), error=PeerLostError)
+async def test_a_failure_that_ends_the_request_is_its_last_attempt() -> None:
+    found = await rebuilt(Run(decode([PeerLostError("gone")]), wait_s=0.0), error=NoWorkerError)
     assert found.timeline.answers[0].attempts[0].error == "peer_lost"
 
 

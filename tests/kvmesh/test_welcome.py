@@ -43,6 +43,12 @@ def test_one_worker_is_drained_and_another_killed() -> None:
     assert json.loads(words[words.index("-d") + 1]) == {"decode": 1}
 
 
+def test_the_text_says_what_becomes_of_the_requests_of_a_killed_worker() -> None:
+    assert "its requests continue on another worker" in welcome(MESH)
+    for pids in ({"decode-0": 4}, {"prefill-0": 3, "decode-0": 4}, {"aggregated-0": 5}):
+        assert "its requests wait until it has been started again" in welcome(replace(MESH, pids=pids))
+
+
 def test_keys_and_certificates_are_named_but_never_shown(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("very-secret alice\n")

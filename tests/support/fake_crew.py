@@ -6,13 +6,14 @@ from contextlib import suppress
 from itertools import count
 
 from cluster.crew import Crew, WorkerStakes
-from mesh.discovery import Registration
+from cluster.notices import KEPT
+from mesh.discovery import Put, Registration
 from mesh.discovery.memory import MemoryDiscovery
 from mesh.plane.server import Call, PlaneServer
 from mesh.supervisor import ProcessSpec
 from protocol.errors import EngineError, InvalidRequestError, MeshError
 from protocol.ids import WorkerId
-from protocol.messages import Control, ControlReply, Role, WorkerCard, decode, encode
+from protocol.messages import Control, ControlReply, KeptCard, Role, WorkerCard, decode, encode
 from router.down import DownWorkers
 from tests.support.patience import PATIENCE_S
 
@@ -80,6 +81,7 @@ class FakeHost:
         self.flips_s: asyncio.Event | None = None  # set it to let flips come to an end
         self.told: list[str] = []
         self.seen_down = DownWorkers()  # as a frontend sees them
+        self._kept: tuple[str, ...] = ()
         self._cards: dict[str, Registration] = {}
         self._numbers = count()
         self._server = PlaneServer({"control": self._control}, max_calls=64)
@@ -99,6 +101,7 @@ class FakeHost:
             self.crew.follow(self.discovery),
             self.crew.notices.run(self.discovery),
             self.seen_down.run(self.discovery),
+            self._follow_kept(),
             return_exceptions=True,
         )
         for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.AGGREGATED, aggregated)):
@@ -119,6 +122,16 @@ class FakeHost:
     async def heard(self) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
+
+    async def _follow_kept(self) -> None:
+        async for change in self.discovery.watch(KEPT):
+            assert isinstance(change, Put)
+            self._kept = decode(change.value, KeptCard).workers
+
+    async def kept(self) -> list[str]:
+        """Return the workers that come back if they end, as a frontend sees them."""
+        await self.heard()
+        return list(self._kept)
 
     async def until_ended(self, name: str) -> None:
         """A worker that is drained is gone."""
