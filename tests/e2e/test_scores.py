@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.tiny_model import CHECKPOINT_DIR
-from tests.support.mesh import Mesh
+from tests.support.mesh import Mesh, running_mesh, until
 
 LENGTHS = (2, 16, 65, 300)  # tokens; a step of the meshes computes 128
 CLOSE = 1e-3
@@ -95,3 +96,65 @@ def test_eight_requests_of_texts_and_tokens_at_once(shm_mesh: Mesh) -> None:
     for n, (answer, of) in enumerate(zip(answers, of_each, strict=True)):
         for choice, prompt in zip(answer["choices"], of, strict=True):
             check(choice, prompt, is_text=n == 1 + len(some))
+
+
+# --- behind a prefix that is cached ---------------------------------------------------------------------------
+
+
+def check_scores_behind(mesh: Mesh, salt: str, hints: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> None:
+    """Ask for scores of prompts whose beginnings are cached, and then for an answer over the same blocks.
+
+    `hints` say where the scores are computed; `others` are more ways to ask for the same scores.
+    """
+    prompt = prompts()[-1]
+    fields = {"max_tokens": 12, "ignore_eos": True, "logprobs": 1, "cache_salt": salt, "kvmesh": hints}
+    plain = mesh.complete(prompt, **fields)["choices"][0]
+    for length in (len(prompt), len(prompt) - 1, 128, 33):
+        check(score(mesh, prompt[:length], cache_salt=salt, kvmesh=hints)["choices"][0], prompt[:length])
+    together = [prompt, prompt[:128], prompt]
+    for choice, of in zip(score(mesh, together, cache_salt=salt, kvmesh=hints)["choices"], together, strict=True):
+        check(choice, of)
+    for other in others:
+        check(score(mesh, prompt, cache_salt=salt, kvmesh=other)["choices"][0], prompt)
+    again = mesh.complete(prompt, **fields)["choices"][0]
+    assert again["text"] == plain["text"]
+    assert again["logprobs"]["token_logprobs"] == pytest.approx(plain["logprobs"]["token_logprobs"], abs=CLOSE)
+
+
+def test_scores_do_not_need_the_prefix_that_a_worker_has_cached(mesh: Mesh) -> None:
+    at = [{"worker": f"decode-{n}", "disaggregate": whole} for n in (0, 1) for whole in (True, False)]
+    check_scores_behind(mesh, "cached alone", {"worker": "decode-0", "disaggregate": False}, at)
+    check_scores_behind(mesh, "cached by a prefill worker", {"worker": "decode-1", "disaggregate": True}, at)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", [["--kv-host-mib", "16"], ["--kv-shared"]], ids=["host", "shared"])
+def test_scores_do_not_need_a_prefix_of_another_worker_or_in_a_tier(tmp_path: Path, tier: list[str]) -> None:
+    flags = [
+        "--prefill",
+        "0",
+        "--decode",
+        "0",
+        "--aggregated",
+        "2",
+        "--kv-transfer",
+        "shm",
+        "--num-blocks",
+        "48",
+        *tier,
+    ]
+    with running_mesh(tmp_path / "run", *flags, *[f"dir:{tmp_path / 'kv'}"][: len(tier) % 2]) as mesh:
+        first, other = sorted(mesh.workers())
+        prompt = prompts()[-1]
+        for _ in range(3):  # shared storage gets what is asked for again
+            mesh.complete(prompt, max_tokens=2, kvmesh={"worker": first})
+        name = "kvmesh_worker_kv_tier_saved_bytes_total"
+        until(lambda: mesh.metric(name, first) > 0, what="blocks in a tier")
+        for salt in "abcd":  # takes the blocks of the device
+            mesh.complete(prompt, max_tokens=2, kvmesh={"worker": first}, cache_salt=salt)
+        for worker in (first, other):
+            hints = {"worker": worker, "trace": True}
+            check(score(mesh, prompt, kvmesh=hints)["choices"][0], prompt)
+            answer = mesh.complete(prompt, max_tokens=2, kvmesh=hints)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            check(score(mesh, prompt, kvmesh=hints)["choices"][0], prompt)
