@@ -10,6 +10,7 @@ import msgspec
 from frontend.errors import PromptTooLongError
 from frontend.models import Model
 from frontend.request import ParsedRequest
+from frontend.tokenizer import TooManyTokensError
 from protocol.errors import InvalidRequestError
 from protocol.messages import pack_tokens
 
@@ -68,8 +69,7 @@ async def chat_prompt(parsed: ParsedRequest, model: Model) -> TokenizedPrompt:
     assert parsed.messages is not None
     text = await asyncio.to_thread(render, parsed, model) if is_long_chat(parsed) else render(parsed, model)
     rendered = time.monotonic()
-    check_length(text, model, parsed.names.prompt)
-    tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=parsed.cache_salt or "")
+    tokens = await text_tokens(text, model, parsed.names.prompt, parsed.cache_salt, add_special_tokens=False)
     return TokenizedPrompt(tokens, text[-PROMPT_TAIL_CHARS:], rendered=rendered)
 
 
@@ -119,10 +119,19 @@ def given_tokens(token_ids: Sequence[int], model: Model, param: str) -> bytes:
     return pack_tokens(token_ids)
 
 
-def text_tokens(text: str, model: Model, param: str, salt: str | None) -> Awaitable[bytes]:
-    """Return the tokens of a raw text, with the special tokens that the tokenizer adds. Raise PromptTooLongError."""
+async def text_tokens(
+    text: str, model: Model, param: str, salt: str | None, *, add_special_tokens: bool = True
+) -> bytes:
+    """Return the tokens of a text, by default with the special tokens of raw texts. Raise PromptTooLongError."""
     check_length(text, model, param)
-    return model.tokenizer.encode_packed(text, add_special_tokens=True, salt=salt or "")
+    most = model.context_tokens
+    try:
+        return await model.tokenizer.encode_packed(
+            text, add_special_tokens=add_special_tokens, salt=salt or "", most_tokens=most
+        )
+    except TooManyTokensError as error:
+        least = error.num_tokens
+        raise PromptTooLongError(f"at least {least} tokens", least, most, param) from error
 
 
 def with_suffix(prompt: str, suffix: str, model: Model) -> str:
