@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from frontend.errors import PromptTooLongError
 from frontend.models import Model
 from frontend.request import ParsedRequest
 from frontend.templates import ChatTemplate
+from frontend.tokenizer import TooManyTokensError
 from protocol.errors import InvalidRequestError
 from protocol.messages import pack_tokens
 
@@ -72,7 +74,8 @@ async def chat_prompt(parsed: ParsedRequest, model: Model) -> TokenizedPrompt:
     parts = await asyncio.to_thread(render, parsed, model) if is_long_chat(parsed) else render(parsed, model)
     rendered = time.monotonic()
     check_length(parts, model, parsed.names.prompt)
-    tokens = await model.tokenizer.encode_parts(parts, salt=parsed.cache_salt or "")
+    encode = partial(model.tokenizer.encode_parts, parts, salt=parsed.cache_salt or "")
+    tokens = await _within_context(encode, model, parsed.names.prompt)
     tail = BETWEEN_PARTS.join(parts[-PROMPT_TAIL_CHARS:])[-PROMPT_TAIL_CHARS:]
     return TokenizedPrompt(tokens, tail, rendered=rendered)
 
@@ -146,10 +149,21 @@ def given_tokens(token_ids: Sequence[int], model: Model, param: str) -> bytes:
     return pack_tokens(token_ids)
 
 
-def text_tokens(text: str, model: Model, param: str, salt: str | None) -> Awaitable[bytes]:
+async def text_tokens(text: str, model: Model, param: str, salt: str | None) -> bytes:
     """Return the tokens of a raw text, with the special tokens that the tokenizer adds. Raise PromptTooLongError."""
     check_length([text], model, param)
-    return model.tokenizer.encode_packed(text, add_special_tokens=True, salt=salt or "")
+    encode = partial(model.tokenizer.encode_packed, text, add_special_tokens=True, salt=salt or "")
+    return await _within_context(encode, model, param)
+
+
+async def _within_context(encode: Callable[..., Awaitable[bytes]], model: Model, param: str) -> bytes:
+    """Return the tokens that `encode(most_tokens=...)` finds. Raise PromptTooLongError once they exceed the context."""
+    most = model.context_tokens
+    try:
+        return await encode(most_tokens=most)
+    except TooManyTokensError as error:
+        least = error.num_tokens
+        raise PromptTooLongError(f"at least {least} tokens", least, most, param) from error
 
 
 def with_suffix(prompt: str, suffix: str, model: Model) -> str:

@@ -8,7 +8,7 @@ bytes on all the way, so that no Python runs per token.
 import asyncio
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,9 @@ T = TypeVar("T")
 CACHE_BYTES = 32 << 20  # some 15 million characters
 LONG_TEXTS_AT_ONCE = 2
 LEAD = "\x01"  # no token joins it with other characters
+BATCH_CHARS = 1 << 20  # of a long text are tokenized before its tokens are counted
+NO_LIMIT = 1 << 62
+TOKEN_BYTES = 4
 CUT_INLINE_CHARS = 256 * 1024  # from here on a thread finds the pieces, too: in odd texts that takes milliseconds
 
 # One pool for all tokenizers: each takes a core and has caches of its own.
@@ -99,17 +102,20 @@ class Tokenizer:
         """Return which library is used: hf or fastokens."""
         return self._backend.name
 
-    async def encode_packed(self, text: str, *, add_special_tokens: bool, salt: str = "") -> bytes:
+    async def encode_packed(
+        self, text: str, *, add_special_tokens: bool, salt: str = "", most_tokens: int = NO_LIMIT
+    ) -> bytes:
         """Tokens of `text`, u32 little endian. Rendered chats hold their special tokens already, raw prompts do not.
 
-        Prompts with another `salt` share no cached pieces. Raises InvalidRequestError.
+        Prompts with another `salt` share no cached pieces. Raises InvalidRequestError, and TooManyTokensError for a
+        long text as soon as it has more than `most_tokens`: what follows is not tokenized.
         """
         if len(text) < self._backend.least_piece_chars:  # too short for the cache
             ids = self._encoded([text])[0]
             metrics.ENCODED_CHARS.inc(len(text))
             return self._frame(text, ids) if add_special_tokens else ids
         if len(text) >= CUT_INLINE_CHARS:
-            return await _in_thread(self.encode_now, text, add_special_tokens, salt)
+            return await _in_thread(self.encode_now, text, add_special_tokens, salt, most_tokens)
         lookup = self._look_up(text, salt)
         if lookup.new_chars < self._backend.inline_chars:
             self._encode_new(lookup)
@@ -117,28 +123,34 @@ class Tokenizer:
             await _in_thread(self._encode_new, lookup)
         return self._framed(text, lookup, add_special_tokens)
 
-    def encode_now(self, text: str, add_special_tokens: bool = False, salt: str = "") -> bytes:
+    def encode_now(
+        self, text: str, add_special_tokens: bool = False, salt: str = "", most_tokens: int = NO_LIMIT
+    ) -> bytes:
         """Do as `encode_packed` does, in this thread whatever the length."""
         lookup = self._look_up(text, salt)
-        self._encode_new(lookup)
+        self._encode_new(lookup, most_tokens)
         return self._framed(text, lookup, add_special_tokens)
 
-    async def encode_parts(self, parts: Sequence[str], *, salt: str = "") -> bytes:
-        """Tokens of a text that is given in parts; no token lies across two of them. Raises InvalidRequestError."""
-        if len(parts) == 1:
-            return await self.encode_packed(parts[0], add_special_tokens=False, salt=salt)
-        return await _in_thread(self._encode_parts, parts, salt)
+    async def encode_parts(self, parts: Sequence[str], *, salt: str = "", most_tokens: int = NO_LIMIT) -> bytes:
+        """Return the tokens of a text that is given in parts; no token lies across two of them.
 
-    def _encode_parts(self, parts: Sequence[str], salt: str) -> bytes:
+        Raise InvalidRequestError, and TooManyTokensError if one part alone has more than `most_tokens`.
+        """
+        if len(parts) == 1:
+            return await self.encode_packed(parts[0], add_special_tokens=False, salt=salt, most_tokens=most_tokens)
+        return await _in_thread(self._encode_parts, parts, salt, most_tokens)
+
+    def _encode_parts(self, parts: Sequence[str], salt: str, most_tokens: int) -> bytes:
         first, *others = parts
         short = [part for part in others if len(part) < self._backend.least_piece_chars]
         known = dict(zip(short, self._continued(self._encoded, short), strict=True))
-        encoded = [self.encode_now(first, salt=salt)]
+        encode = partial(self.encode_now, salt=salt, most_tokens=most_tokens)
+        encoded = [encode(first)]
         for part in others:
             if part in known:
                 encoded.append(known[part])
             else:
-                encoded += self._continued(lambda texts: [self.encode_now(text, salt=salt) for text in texts], [part])
+                encoded += self._continued(lambda texts: [encode(text) for text in texts], [part])
         return b"".join(encoded)
 
     def _continued(self, encode: Callable[[Sequence[str]], Sequence[bytes]], parts: Sequence[str]) -> list[bytes]:
@@ -164,17 +176,20 @@ class Tokenizer:
         metrics.MISSES.inc(len(lookup.new))
         return lookup
 
-    def _encode_new(self, lookup: "Lookup") -> None:
-        """Fill in what was not found, and keep it for the next."""
-        if not (new := lookup.new):
-            return
-        pieces = [lookup.pieces[place] for place in new]
-        new_ids = self._encoded(pieces)
-        for place, ids in zip(new, new_ids, strict=True):
-            lookup.ids[place] = ids
-        kept = len(new) - (new[-1] >= lookup.kept)  # the last piece may be too short
-        self.cache.put(pieces[:kept], new_ids[:kept], lookup.salt)
-        metrics.ENCODED_CHARS.inc(lookup.new_chars)
+    def _encode_new(self, lookup: "Lookup", most_tokens: int = NO_LIMIT) -> None:
+        """Fill in what was not found, and keep it for the next. Raise TooManyTokensError."""
+        num_bytes = sum([len(ids) for ids in lookup.ids if ids is not None])
+        for new in lookup.batches():
+            if num_bytes > TOKEN_BYTES * most_tokens:
+                raise TooManyTokensError(num_bytes // TOKEN_BYTES)
+            pieces = [lookup.pieces[place] for place in new]
+            new_ids = self._encoded(pieces)
+            for place, ids in zip(new, new_ids, strict=True):
+                lookup.ids[place] = ids
+                num_bytes += len(ids)
+            kept = len(new) - (new[-1] >= lookup.kept)  # the last piece may be too short
+            self.cache.put(pieces[:kept], new_ids[:kept], lookup.salt)
+            metrics.ENCODED_CHARS.inc(sum(map(len, pieces)))
 
     def _encoded(self, texts: Sequence[str]) -> Sequence[bytes]:
         try:
@@ -222,6 +237,14 @@ class Tokenizer:
         return self._names.added_ids.get(text)
 
 
+class TooManyTokensError(Exception):
+    """Reports a text with more tokens than are wanted: it has `num_tokens`, or more."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+
+
 class Lookup:
     """The pieces of one text and the ids of those that were found."""
 
@@ -235,6 +258,23 @@ class Lookup:
         self.kept = kept
         self.new = [place for place, known in enumerate(ids) if known is None]
         self.new_chars = sum([len(pieces[place]) for place in self.new])
+
+    def batches(self) -> Iterator[list[int]]:
+        """Yield the places of what was not found, in order, for some BATCH_CHARS at a time."""
+        if self.new_chars <= BATCH_CHARS:  # nearly always
+            if self.new:
+                yield self.new
+            return
+        batch: list[int] = []
+        num_chars = 0
+        for place in self.new:
+            batch.append(place)
+            num_chars += len(self.pieces[place])
+            if num_chars >= BATCH_CHARS:
+                yield batch
+                batch, num_chars = [], 0
+        if batch:
+            yield batch
 
     def joined(self) -> bytes:
         """All ids, once none is missing."""

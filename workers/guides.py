@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -147,7 +148,12 @@ class _Home:
         self.grown_bytes = 0
         self.num_answers = 0
         self.idle_since_s = 0.0
+        self.was_used = False  # a process that was just started is for those who wait for it
         self._changed = changed
+
+    @property
+    def is_idle(self) -> bool:
+        return self.was_used and not self.num_answers
 
     @property
     def is_alive(self) -> bool:
@@ -190,7 +196,7 @@ class Guides:
         self._vocab_size = vocab_size
         self._homes: OrderedDict[bytes, list[_Home]] = OrderedDict()  # by the guide's digest, the latest used last
         self._refused: OrderedDict[bytes, InvalidRequestError] = OrderedDict()
-        self._compilations: dict[bytes, asyncio.Task[None]] = {}
+        self._compilations: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._processes = Places(MOST_PROCESSES, PROCESSES_PER_KEY)
         self._compiling = Places(COMPILING, COMPILING_PER_KEY)
         self._numbers = count()
@@ -252,6 +258,7 @@ class Guides:
     async def _enter(self, home: _Home, guide: Guide, generated: tuple[int, ...]) -> Matcher:
         number = next(self._numbers)
         home.num_answers += 1
+        home.was_used = True
         try:
             reply = reply_decoder.decode(await home.send(BeginAnswer(number, generated)))
             if isinstance(reply, GuideRefused):
@@ -272,12 +279,15 @@ class Guides:
     # --- compiling ----------------------------------------------------------------------------------------------------
 
     async def _compiled(self, digest: bytes, guide: Guide, key: str) -> None:
-        """Wait until the guide has a process with room, or is refused. All that ask for it wait for one compilation."""
-        compilation = self._compilations.get(digest)
+        """Wait until the guide has a process with room, or is refused.
+
+        All requests of a tenant wait for one compilation. Those of others do not: bombs may delay it.
+        """
+        compilation = self._compilations.get((digest, key))
         if compilation is None:
             compilation = asyncio.create_task(self._compile(digest, guide, key), name="compile a guide")
-            self._compilations[digest] = compilation
-            compilation.add_done_callback(lambda _: self._compilations.pop(digest, None))
+            self._compilations[digest, key] = compilation
+            compilation.add_done_callback(lambda _: self._compilations.pop((digest, key), None))
             compilation.add_done_callback(_ignore)
         try:
             await asyncio.shield(compilation)
@@ -289,35 +299,40 @@ class Guides:
     async def _compile(self, digest: bytes, guide: Guide, key: str) -> None:
         """Give the guide a process, or remember why it is refused."""
         self._children.prepare()  # it takes longer than the rest
-        self._make_room()
-        async with self._compiling.hold(key):
-            await self._processes.enter(key)
-            try:
-                child = await self._children.open(COMPILE_S)
-            except BaseException:
+        self._make_room(key)
+        await self._processes.enter(key)  # not inside the place to compile, which others wait for
+        home = None
+        try:
+            async with self._compiling.hold(key):
+                home = _Home(await self._children.open(COMPILE_S), guide, key, self._on_change)
+                home.ended.add_done_callback(partial(self._on_end, digest, home))
+                standing = await self._begin(home, digest)
+        finally:
+            if home is None:
                 self._processes.leave(key)
-                raise
-            child.ended.add_done_callback(lambda _: self._on_end(digest, home))
-            home = _Home(child, guide, key, self._on_change)
-            try:
-                reply = reply_decoder.decode(await home.send(Compile(guide)))
-                if isinstance(reply, GuideRefused):
-                    raise InvalidRequestError(reply.message, hint=reply.hint, param=reply.param)
-            except JobError as error:
-                refusal = _refusal(guide, error, COMPILE_S)
-                if isinstance(refusal, InvalidRequestError):
-                    self._refuse(digest, refusal)
-                raise refusal from None
-            except BaseException as error:
-                if isinstance(error, InvalidRequestError):
-                    self._refuse(digest, error)
-                home.close()
-                raise
         home.follow()
         home.idle_since_s = asyncio.get_running_loop().time()
         self._homes.setdefault(digest, []).append(home)
         self._homes.move_to_end(digest)
-        home.note(reply)
+        home.note(standing)
+
+    async def _begin(self, home: _Home, digest: bytes) -> Standing:
+        """Have the guide compiled. Raise InvalidRequestError, which is remembered, or EngineError."""
+        try:
+            reply = reply_decoder.decode(await home.send(Compile(home.guide)))
+            if isinstance(reply, GuideRefused):
+                raise InvalidRequestError(reply.message, hint=reply.hint, param=reply.param)
+            return reply
+        except JobError as error:
+            refusal = _refusal(home.guide, error, COMPILE_S)
+            if isinstance(refusal, InvalidRequestError):
+                self._refuse(digest, refusal)
+            raise refusal from None
+        except BaseException as error:
+            if isinstance(error, InvalidRequestError):
+                self._refuse(digest, error)
+            home.close()
+            raise
 
     def _refuse(self, digest: bytes, refusal: InvalidRequestError) -> None:
         self._refused[digest] = refusal
@@ -331,7 +346,7 @@ class Guides:
     def _all(self) -> list[_Home]:
         return [home for homes in self._homes.values() for home in homes if home.is_alive]
 
-    def _on_end(self, digest: bytes, home: _Home) -> None:
+    def _on_end(self, digest: bytes, home: _Home, ended: "asyncio.Future[None]") -> None:
         self._processes.leave(home.key)
         homes = self._homes.get(digest, [])
         if home in homes:
@@ -345,22 +360,26 @@ class Guides:
             return
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(IDLE_S / 4, self._sweep)
-        idle = [home for home in self._all() if not home.num_answers]
+        idle = [home for home in self._all() if home.is_idle]
         idle_bytes = sum(home.grown_bytes for home in idle)
         in_use_bytes = self.grown_bytes - idle_bytes
-        while idle and (len(idle) > MOST_IDLE or idle_bytes > min(MOST_IDLE_BYTES, MOST_BYTES - in_use_bytes)):
+        most_idle = 0 if self._processes.num_waiting else MOST_IDLE
+        while idle and (len(idle) > most_idle or idle_bytes > min(MOST_IDLE_BYTES, MOST_BYTES - in_use_bytes)):
             idle_bytes -= idle[0].grown_bytes
             idle.pop(0).close()
         if in_use_bytes > MOST_BYTES:
             max(self._all(), key=lambda home: home.grown_bytes).close()
 
-    def _make_room(self) -> None:
+    def _make_room(self, key: str) -> None:
         """End the process that has been idle the longest, if there may be no further one."""
-        if self.num_processes >= MOST_PROCESSES:
-            for home in self._all():
-                if not home.num_answers:
-                    home.close()
-                    return
+        homes = self._all()
+        own = [home for home in homes if home.key == key]
+        if len(own) >= PROCESSES_PER_KEY:
+            homes = own
+        elif len(homes) < MOST_PROCESSES:
+            return
+        if idle := [home for home in homes if home.is_idle]:
+            idle[0].close()
 
     def _sweep(self) -> None:
         """End processes that have been idle for long."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import processors
 
-from frontend.tokenizer import CUT_INLINE_CHARS, Tokenizer
+from frontend.tokenizer import CUT_INLINE_CHARS, Tokenizer, TooManyTokensError
 from protocol.errors import ConfigError, InvalidRequestError
 from tests.frontend import tiny
 
@@ -102,6 +102,22 @@ async def test_of_a_long_known_prompt_only_the_end_is_encoded(backend: str, monk
     assert ids(packed) == tiny.byte_level().encode(text, add_special_tokens=False).ids
     assert calls[0][0]  # on the loop
     assert sum(chars for _, chars in calls) < 2 * tokenizer._backend.most_piece_chars
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_text_is_not_tokenized_far_beyond_the_tokens_that_are_wanted(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.tokenizer.BATCH_CHARS", 20_000)
+    tokenizer = fresh(backend)
+    text = "".join(f"word {n}\n\n" for n in range(30_000))  # above CUT_INLINE_CHARS
+    whole = await tokenizer.encode_packed(text, add_special_tokens=False, salt="whole")
+    assert await tokenizer.encode_packed(text, add_special_tokens=False, most_tokens=len(whole) // 4) == whole
+    encoded = watched(tokenizer, monkeypatch)
+    with pytest.raises(TooManyTokensError) as refused:
+        await tokenizer.encode_packed(text, add_special_tokens=False, salt="b", most_tokens=1000)
+    assert 1000 < refused.value.num_tokens < len(whole) // 4
+    assert sum(num_chars for _, num_chars in encoded) < len(text) / 4
 
 
 async def test_another_salt_shares_no_cached_piece() -> None:

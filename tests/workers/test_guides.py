@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 from tokenizers import Tokenizer
 
 from cluster.tiny_model import CHECKPOINT_DIR
+from mesh.jobs.places import Places
 from protocol.errors import ConfigError, EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
 from tests.support.budget import examples
@@ -486,6 +487,21 @@ async def test_bombs_of_one_tenant_do_not_delay_the_guides_of_another(
     assert all(isinstance(outcome, EngineError) for outcome in outcomes)
     with pytest.raises(EngineError, match="stopping"):
         await own_guides.open(bombs[0])
+
+
+async def test_a_tenant_that_waits_for_processes_holds_no_place_to_compile(
+    own_guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_guides, "_processes", Places(4, 2))
+    guides = [Guide(kind=GuideKind.REGEX, value=f"a{i}") for i in range(8)]
+    held = [await own_guides.open(guide, key="mallory") for guide in guides[:2]]
+    waiting = [asyncio.create_task(own_guides.open(guide, key="mallory")) for guide in guides[2:]]
+    assert not await refusal_of(own_guides, guides[-1], key="alice")  # although mallory waits for the same guide
+    assert not any(task.done() for task in waiting[:-1])
+    for matcher in held:
+        matcher.close()
+    for task in waiting:
+        (await task).close()
 
 
 async def test_an_answer_whose_next_token_is_too_costly_fails_alone(

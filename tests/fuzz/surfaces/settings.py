@@ -69,6 +69,13 @@ def guides(data: bytes) -> None:
     except InvalidRequestError as error:
         must_be_short(error, 2000)
         return
+    try:
+        _follow(matcher, loop)
+    finally:
+        loop.run_until_complete(_closed(matcher))
+
+
+def _follow(matcher: Matcher, loop: asyncio.AbstractEventLoop) -> None:
     for _ in range(8):
         allowed = matcher.allowed()
         if allowed is None:
@@ -79,6 +86,10 @@ def guides(data: bytes) -> None:
             return
         loop.run_until_complete(_taken(matcher, int(allowed.argmax())))
     assert not matcher.is_complete or matcher.failure == ""
+
+
+async def _closed(matcher: Matcher) -> None:
+    matcher.close()
 
 
 async def _taken(matcher: Matcher, token_id: int) -> None:
