@@ -1,4 +1,4 @@
-"""What a process holds: threads, descriptors, and memory of its own, in use or swapped out."""
+"""Read what a process holds: threads, descriptors, and memory of its own, in use or swapped out."""
 
 from pathlib import Path
 from typing import NamedTuple
