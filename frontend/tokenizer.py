@@ -140,7 +140,7 @@ class Tokenizer:
             return await self.encode_packed(parts[0], add_special_tokens=False, salt=salt, most_tokens=most_tokens)
         return await _in_thread(self._encode_parts, parts, salt, most_tokens)
 
-    def _encode_parts(self, parts: Sequence[str], salt: str, most_tokens: int) -> bytes:
+    def _encode_parts(self, parts: Sequence[str], salt: str, most_tokens: int = NO_LIMIT) -> bytes:
         first, *others = parts
         short = [part for part in others if len(part) < self._backend.least_piece_chars]
         known = dict(zip(short, self._continued(self._encoded, short), strict=True))
