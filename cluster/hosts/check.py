@@ -231,9 +231,13 @@ def check_hosts(folder: Path, seed: int, tell: Tell) -> Measured:
     return measured
 
 
+OF_PYTHON = "sem.mp-"  # semaphores of Python's multiprocessing, which the mesh's own services do not use
+
+
 def left_in_shared_memory(before: set[str]) -> list[str]:
-    """Return what is new in /dev/shm and used by no process that lives."""
-    new = {name for name in os.listdir("/dev/shm") if name not in before} if os.path.isdir("/dev/shm") else set()
+    """Return what is new in /dev/shm and used by no process that lives; semaphores of other programs are left out."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    new = {name for name in names if name not in before and not name.startswith(OF_PYTHON)}
     if not new:
         return []
     used = set[str]()
