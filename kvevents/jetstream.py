@@ -36,6 +36,7 @@ _HEARTBEAT_S = 1.0
 _SILENCE_S = 3.0  # of a server that should send heartbeats
 _SLICE = 256  # messages asked for at a time
 _FORGET_READER_S = 30.0
+_NO_STORAGE = (10023, 10028, 10047)  # error codes: resources, of the account or the server
 
 Interruption = Callable[[bool], None]
 T = TypeVar("T")
@@ -128,6 +129,11 @@ async def until_it_works(action: Callable[[], Awaitable[T]], what: str) -> T:
 def _reason(error: Exception) -> str:
     if isinstance(error, nats.js.errors.ServiceUnavailableError):
         return "the NATS server has no JetStream: start nats-server with -js"
+    if isinstance(error, nats.js.errors.APIError) and error.err_code in _NO_STORAGE:
+        return (
+            f"the NATS server has too little JetStream storage for the stream {STREAM} of {_MAX_BYTES >> 20} MiB, and "
+            "routers get no KV events: raise max_file_store, or make the stream yourself with a smaller max_bytes"
+        )
     return repr(error)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from profiler.gpus import Gpu
 from profiler.grid import WorkerLimits
+from profiler.shape import config_of
 from protocol.errors import ConfigError
 from workers.engines.mapping import MappingKind, ParallelMapping
 
@@ -31,6 +32,11 @@ class AiConfigurator:
             ) from error
         if not gpu.aiconfigurator:
             raise ConfigError(f"aiconfigurator has no data of {gpu.name}", hint="leave --provider out")
+        if not config_of(model_path).get("architectures"):
+            raise ConfigError(
+                f"the config.json of {model_path} has no `architectures`, by which aiconfigurator knows a model",
+                hint='add it, as "architectures": ["LlamaForCausalLM"], or leave --provider out',
+            )
         self._estimate: Callable[..., Any] = cli_estimate
         self._mapping = mapping
         self._common: dict[str, Any] = {

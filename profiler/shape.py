@@ -80,21 +80,27 @@ def read_shape(folder: Path, kv_bits: int = 0) -> ModelShape:
 
     `kv_bits` is the size of a value in the KV cache; 0: that of the model's dtype.
     """
+    config = config_of(folder)
     path = folder / "config.json" if folder.is_dir() else folder
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is too large for a model's config.json")
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise ConfigError(f"no model config at {path}: {error.strerror}", hint="name a Hugging Face folder") from error
-    except UNREADABLE as error:
-        raise ConfigError(f"{path} is no model config: {error}", hint="name a Hugging Face folder") from error
     try:
         return shape_of(config, folder.resolve().name if folder.is_dir() else folder.resolve().parent.name, kv_bits)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{path} does not say what a decoder's config says: {error!r}", hint="estimates need a language model"
         ) from error
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the config.json in `folder`, which may also be the file itself. Raise ConfigError if it is none."""
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is too large for a model's config.json")
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"no model config at {path}: {error.strerror}", hint="name a Hugging Face folder") from error
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} is no model config: {error}", hint="name a Hugging Face folder") from error
 
 
 def shape_of(config: Mapping[str, Any], name: str, kv_bits: int = 0) -> ModelShape:

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from kvcache.tiers.folder import FolderForm, OwnedFolder
 from kvcache.tiers.index import TierBlock
+from kvcache.tiers.regular import open_regular
 from kvcache.tiers.run_memory import RunMemories, RunMemory, whole_pages
 from kvcache.tiers.slots import SlotBody, checksum, header_bytes, pages, read_header, write_header
 from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
@@ -47,7 +48,7 @@ class SystemIo:
     """The operating system."""
 
     def open(self, path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return open_regular(path, flags)
 
     def allocate(self, file: int, num_bytes: int) -> None:
         os.posix_fallocate(file, 0, num_bytes)

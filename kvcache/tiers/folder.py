@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvcache.tiers.address import ADDRESS_BYTES
+from kvcache.tiers.regular import open_regular
 from kvcache.tiers.store import TierError, TierIoError
 
 MAX_FOLDERS = 1024
@@ -96,7 +97,7 @@ def _try(folder: Path, form: FolderForm, *, is_mine: bool) -> OwnedFolder | None
     if is_mine and not _fits(folder, form):
         return None
     folder.mkdir(mode=0o700, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = _form_of(folder)  # again: nobody else can change it now
@@ -120,6 +121,7 @@ def _fits(folder: Path, form: FolderForm) -> bool:
 
 def _form_of(folder: Path) -> FolderForm | None:
     try:
-        return msgspec.json.decode((folder / "form.json").read_bytes(), type=FolderForm)
+        with os.fdopen(open_regular(folder / "form.json", os.O_RDONLY), "rb") as file:
+            return msgspec.json.decode(file.read(), type=FolderForm)
     except (OSError, msgspec.DecodeError):
         return None

@@ -10,8 +10,10 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvcache.tiers.regular import open_regular
 from kvcache.tiers.store import TierError, TierIoError
 
 T = TypeVar("T")
@@ -95,13 +97,15 @@ class FolderObjects:
                         continue
                     with suppress(FileNotFoundError):  # it was removed just now
                         stat = entry.stat(follow_symlinks=False)
+                        if not S_ISREG(stat.st_mode):
+                            continue
                         into.append(StoredObject(name, stat.st_size, stat.st_mtime))
         except FileNotFoundError:
             return
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
         def work() -> bytes:
-            file = os.open(self._path / name, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_regular(self._path / name, os.O_RDONLY)
             try:
                 return os.pread(file, num_bytes, offset)
             finally:
@@ -117,7 +121,7 @@ class FolderObjects:
 
     @staticmethod
     def _get(path: Path) -> tuple[bytes, str]:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             return file.read(), _version(os.fstat(file.fileno()))
 
     def put(self, name: str, parts: Sequence[bytes | memoryview], over: str | None) -> bool:

@@ -36,6 +36,9 @@ LEAST_LEASE_S = 2
 DEFAULT_PORT = 2379
 CALL_TIMEOUT_S = 2.0
 START_TIMEOUT_S = 10.0  # for the first answer of any endpoint
+# etcd computes a slow hash for each login. While the services of a mesh start, they wait for each other.
+LOGIN_TIMEOUT_S = 10.0
+LOGIN_STARTS = 6  # times START_TIMEOUT_S, with a password
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0  # between connections that fail
 TICK_S = 0.5
 # etcd closes connections that ping more often than every 5 s.
@@ -215,6 +218,7 @@ class _Keeper:
 
     def _run(self) -> None:
         started_s = time.monotonic()
+        start_timeout_s = START_TIMEOUT_S * (LOGIN_STARTS if self._settings.user else 1)
         wait_s = FIRST_WAIT_S
         for endpoint in itertools.cycle(self._settings.endpoints):
             began_s = time.monotonic()
@@ -225,7 +229,7 @@ class _Keeper:
             except _BrokenError as error:
                 self._contact.on_failure(time.time())
                 now_s = time.monotonic()
-                if not self.listed.done() and (error.is_final or now_s - started_s > START_TIMEOUT_S):
+                if not self.listed.done() and (error.is_final or now_s - started_s > start_timeout_s):
                     self.listed.set_exception(self._no_start(error))
                     return
                 is_told = error.is_final and self._refuse_writers(error)
@@ -404,7 +408,7 @@ class _Connection:
     def __enter__(self) -> "_Connection":
         if self._settings.user:
             asked = rpc.AuthenticateRequest(name=self._settings.user, password=self._settings.password)
-            answer = self._ask(rpc.AuthStub(self._channel).Authenticate, asked, has_token=False)
+            answer = self._ask(rpc.AuthStub(self._channel).Authenticate, asked, LOGIN_TIMEOUT_S)
             self._metadata = (("token", answer.token),)
         return self
 
@@ -418,9 +422,9 @@ class _Connection:
     def fail(self, reason: str) -> None:
         self._failure = self._failure or reason
 
-    def _ask(self, method: Any, request: Any, has_token: bool = True) -> Any:
+    def _ask(self, method: Any, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:
-            return method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata if has_token else ())
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise broken(error, is_first=not self._metadata) from error
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import grpc
 from aetcd import rpc
 
-from mesh.discovery.etcd import CALL_TIMEOUT_S, EtcdSettings, after, open_channel
+from mesh.discovery.etcd import CALL_TIMEOUT_S, LOGIN_TIMEOUT_S, EtcdSettings, after, open_channel
 from protocol.errors import ConfigError, UnreachableError
 
 ROOT = "root"
@@ -153,7 +153,7 @@ class _Admin:
     def _token_of(self, name: str, password: str) -> tuple[tuple[str, str], ...]:
         """Raises grpc.RpcError."""
         request = rpc.AuthenticateRequest(name=name, password=password)
-        return (("token", self._auth.Authenticate(request, timeout=CALL_TIMEOUT_S).token),)
+        return (("token", self._auth.Authenticate(request, timeout=LOGIN_TIMEOUT_S).token),)
 
 
 def _same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:

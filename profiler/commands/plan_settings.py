@@ -4,8 +4,6 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from protocol.version import RELEASE
-
 
 class PlanConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_PROFILE_PLAN_<NAME>`, that over the file of `--config`, that over the default."""
@@ -32,7 +30,7 @@ class PlanConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     out_dir: Annotated[str, Meta(description="folder for the deployment, the page and the picture")] = "plan"
     png: Annotated[bool, Meta(description="draw the Pareto front")] = True
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
-    image: Annotated[str, Meta(description="container image")] = f"kvmesh/worker:{RELEASE}"
+    image: Annotated[str, Meta(description="container image of the workers; default: ours that has the engine")] = ""
     model_path: Annotated[str, Meta(description="the model's folder in the containers")] = "/models/tiny"
     namespace: Annotated[str, Meta(description="namespace in Kubernetes")] = "default"
     connector: Annotated[str, Meta(description="connector in planner.toml")] = "compose"

@@ -23,7 +23,7 @@ def chart_values(deployment: Deployment) -> str:
     values: dict[str, Any] = {
         "model": {"name": deployment.decode.model, "path": path},
         **({} if is_built_in else {"modelsClaim": MODELS_CLAIM}),
-        "images": {"worker": deployment.image},
+        "images": {"worker": deployment.worker_image()},
         "pools": {role: _pool(deployment, role) for role in ("prefill", "decode")},
         "planner": {"enabled": True, "profilesConfigMap": PROFILES, "settings": _planner_settings(deployment)},
     }

@@ -36,7 +36,7 @@ def _compose_worker(deployment: Deployment, role: str) -> dict[str, Any]:
     line = " ".join([*words, *map(_shell_word, worker_flags(deployment, role))])
     profile = deployment.profile(role)
     service: dict[str, Any] = {
-        "image": deployment.image,
+        "image": deployment.worker_image(),
         "command": ["sh", "-c", f"exec {line}"],
         "scale": deployment.workers(role),
     }

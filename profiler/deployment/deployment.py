@@ -13,6 +13,7 @@ from workers.engines.registry import ENGINES, STARTED
 
 BUILT_IN_MODEL = "/models/tiny"  # in our image
 IN_THE_IMAGE = {kind.name for kind in ENGINES.values() if kind.is_bundled}
+OUR_IMAGE, VLLM_IMAGE = f"kvmesh/worker:{RELEASE}", f"kvmesh/vllm:{RELEASE}"  # deploy/Dockerfile
 MAX_RANKS = 64  # the most that `kvmesh worker --dp-size` takes
 
 
@@ -21,7 +22,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
     prefill: Profile
     decode: Profile
     goal: Goal
-    image: str = f"kvmesh/worker:{RELEASE}"
+    image: str = ""  # default: ours that has the engines
     model_path: str = BUILT_IN_MODEL  # in the container
     namespace: str = "default"
     slo: tuple[str, ...] = ()  # statements for the planner, instead of the goal's limits alone
@@ -47,6 +48,16 @@ class Deployment(Struct, frozen=True, kw_only=True):
             )
         return engine
 
+    def worker_image(self) -> str:
+        """Return the image of the workers. Raise ConfigError if it is not named, and none of ours has the engines."""
+        foreign = {self.engine("prefill"), self.engine("decode")} - IN_THE_IMAGE
+        if not self.image and foreign - {"vllm"}:
+            raise ConfigError(
+                f"no image of kvmesh has the engine {', '.join(sorted(foreign))}",
+                hint="build one, as deploy/Dockerfile does for vllm, and name it with --image",
+            )
+        return self.image or (VLLM_IMAGE if foreign else OUR_IMAGE)
+
     def workers(self, role: str) -> int:
         return self.option.prefill_workers if role == "prefill" else self.option.decode_workers
 
@@ -59,7 +70,7 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
             Reason(
                 code="model",
                 text=f"the containers serve {BUILT_IN_MODEL} with {deployment.decode.engine}: name the "
-                "model's folder with --model-path, and an image that has the engine with --image",
+                "model's folder with --model-path",
             )
         )
     for role in ("prefill", "decode"):

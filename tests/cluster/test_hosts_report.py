@@ -1,10 +1,14 @@
 """The report of a mesh on four hosts: every promise that was not kept is a problem, and the exit code says so."""
 
+import os
+import secrets
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from cluster.hosts.check import left_in_shared_memory
 from cluster.hosts.compare import transport_of
 from cluster.hosts.delay import MOST_FRAMES, HeldFrames
 from cluster.hosts.lab import why_not
@@ -162,3 +166,17 @@ def test_a_full_relay_loses_frames_and_grows_no_further() -> None:
 )
 def test_the_transport_is_read_from_the_card(kv_events: str, transport: str) -> None:
     assert transport_of(kv_events) == transport
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
+def test_shared_memory_of_other_programs_is_not_blamed_on_the_mesh() -> None:
+    before = set(os.listdir("/dev/shm"))
+    names = [f"sem.mp-{secrets.token_hex(8)}", f"kvmesh-{secrets.token_hex(8)}"]
+    paths = [Path("/dev/shm") / name for name in names]
+    for path in paths:
+        path.touch()
+    try:
+        assert [str(paths[n]) in left_in_shared_memory(before) for n in (0, 1)] == [False, True]
+    finally:
+        for path in paths:
+            path.unlink()

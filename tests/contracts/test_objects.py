@@ -1,5 +1,6 @@
 """Storage that workers share: every kind keeps these rules."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.tiers.objects import ABSENT, FolderObjects, MissingObjectError, Objects
+from kvcache.tiers.store import TierIoError
 from tests.support.s3_server import WHY_NONE, new_objects
 
 
@@ -105,3 +107,13 @@ def test_a_removed_object_is_gone(objects: Objects) -> None:
     objects.remove("m/a")
     assert objects.listing("m/") == []
     assert objects.put("m/a", [b"2"], ABSENT)
+
+
+def test_a_pipe_in_the_folder_keeps_nobody_waiting(tmp_path: Path) -> None:
+    objects = FolderObjects(tmp_path)
+    objects.put("m/a", [b"123"], ABSENT)
+    os.mkfifo(tmp_path / "m" / "pipe")
+    assert [found.name for found in objects.listing("m/")] == ["m/a"]
+    for read in (lambda: objects.get("m/pipe"), lambda: objects.read("m/pipe", 0, 3)):
+        with pytest.raises(TierIoError, match="no regular file"):
+            read()

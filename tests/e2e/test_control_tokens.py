@@ -1,4 +1,4 @@
-"""What a user writes ends no turn, from outside the processes of a mesh."""
+"""Text of users ends no turn, as seen from outside the processes of a mesh."""
 
 from typing import Any
 

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 from nats.js.api import StreamConfig
+from nats.js.errors import ServerError
 
 from kvevents import jetstream, nats
 from kvevents.connect import Links
@@ -407,3 +408,10 @@ def test_a_refused_address_shows_no_password() -> None:
     with pytest.raises(ConfigError, match=r"'http://127\.0\.0\.1:9'") as refused:
         Links(nats_url="http://mesh:s3cret@127.0.0.1:9")
     assert "s3cret" not in str(refused.value)
+
+
+def test_too_little_storage_has_a_reason_that_says_what_to_do() -> None:
+    for code in (10023, 10028, 10047):
+        refused = ServerError(code=500, err_code=code, description="insufficient storage resources")
+        assert "raise max_file_store" in jetstream._reason(refused)
+    assert "max_file_store" not in jetstream._reason(ServerError(code=500, err_code=1))

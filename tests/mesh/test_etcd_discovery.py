@@ -8,12 +8,20 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mesh.discovery import Change, Deleted, Put, open_discovery
-from mesh.discovery.etcd import EtcdDiscovery, _Connection, read_settings
+from mesh.discovery.etcd import (
+    CALL_TIMEOUT_S,
+    LOGIN_TIMEOUT_S,
+    EtcdDiscovery,
+    EtcdSettings,
+    _Connection,
+    read_settings,
+)
 from protocol.errors import ConfigError, UnreachableError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.patience import PATIENCE_S
@@ -124,6 +132,43 @@ async def test_without_etcd_one_error_says_where_it_was_searched(monkeypatch: py
     store = EtcdDiscovery(f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}")
     with pytest.raises(UnreachableError, match=f"no etcd answers at 127.0.0.1:{ports[0]}, 127.0.0.1:{ports[1]}: "):
         await store.put("workers/a", b"1")
+    await store.close()
+
+
+class _BusyAuth:
+    """Logs in on a busy machine: it takes longer than other calls may, and the first try fails."""
+
+    TOOK_S = CALL_TIMEOUT_S + 3.0
+
+    def __init__(self) -> None:
+        self.asked_s: list[float] = []
+
+    def Authenticate(self, request: object, timeout: float, metadata: object = ()) -> SimpleNamespace:  # noqa: N802
+        self.asked_s.append(timeout)
+        if timeout < self.TOOK_S:
+            raise AssertionError("the login is given up while etcd computes it")
+        return SimpleNamespace(token="t")
+
+
+def test_a_login_may_take_longer_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    auth = _BusyAuth()
+    monkeypatch.setattr("mesh.discovery.etcd.rpc.AuthStub", lambda channel: auth)
+    settings = EtcdSettings(("127.0.0.1:1",), "p", user="u", password="secret")
+    with _Connection("127.0.0.1:1", settings):
+        assert auth.asked_s == [LOGIN_TIMEOUT_S]
+
+
+@pytest.mark.parametrize(("user", "least_s"), [("", 0.2), ("?user=u&password-file={}", 1.2)])
+async def test_the_first_answer_may_take_longer_with_a_password(
+    user: str, least_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.discovery.etcd.START_TIMEOUT_S", 0.2)
+    (tmp_path / "password").write_text("secret")
+    began_s = time.monotonic()
+    store = EtcdDiscovery(f"127.0.0.1:{free_port()}/p{user.format(tmp_path / 'password')}")
+    with pytest.raises(UnreachableError):
+        await store.put("workers/a", b"1")
+    assert time.monotonic() - began_s >= least_s
     await store.close()
 
 

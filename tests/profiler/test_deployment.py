@@ -322,3 +322,33 @@ values = st.recursive(
 def test_yaml_is_read_as_it_was_meant(value: Any) -> None:
     assert yaml.safe_load(to_yaml(value)) == value
     assert list(yaml.safe_load_all(to_yaml(value, {"a": value}))) == [value, {"a": value}]
+
+
+# --- images -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags", "image"),
+    [
+        ("vllm", [], "kvmesh/vllm:"),
+        ("vllm", ["--image", "mine:1"], "mine:1"),
+        ("sglang", ["--image", "mine:1"], "mine:1"),
+        ("sglang", [], ""),
+    ],
+)
+def test_the_image_has_the_engine_of_the_profiles(
+    tmp_path: Path, engine: str, flags: list[str], image: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimate = ["estimate", "--model-path", str(SHAPES / "llama-8b"), "--out-dir", str(tmp_path / "profiles")]
+    assert main([*estimate, "--engine", engine, "--mapping", "tp1"]) == 0
+    plan = ["plan", "--profiles", str(tmp_path / "profiles"), "--out-dir", str(tmp_path / "plan"), "--no-png"]
+    asked = [*plan, "--model-path", "/models/8b", *flags, *FLAGS]
+    if not image:
+        with pytest.raises(ConfigError, match=r"no image of kvmesh has the engine sglang.*--image"):
+            main(asked)
+        return
+    assert main(asked) == 0
+    values = yaml.safe_load((tmp_path / "plan" / "values.yaml").read_text())
+    services = yaml.safe_load((tmp_path / "plan" / "compose.override.yml").read_text())["services"]
+    assert {values["images"]["worker"], services["prefill"]["image"]} == {values["images"]["worker"]}
+    assert values["images"]["worker"].startswith(image)

@@ -1,18 +1,22 @@
 """Rules that every estimator keeps, and rooflines of models and GPUs whose figures are known."""
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.engine_steps import SHAPES
+from profiler.aiconfigurator import AiConfigurator
 from profiler.commands.estimate import EstimateConfig, main, open_estimator
 from profiler.estimate import Estimator, estimate_profile
 from profiler.gpus import GPUS, find_gpu
+from profiler.grid import WorkerLimits
 from profiler.roofline import Roofline, Shares
 from profiler.shape import ModelShape, read_shape, shape_of
 from protocol.errors import ConfigError
@@ -101,10 +105,9 @@ def roofline_of(tmp_path: Path) -> Estimator:
 
 def aiconfigurator_of(tmp_path: Path) -> Estimator:
     pytest.importorskip("aiconfigurator", reason="pip install 'kvmesh[aiconfigurator]'")
-    config = json.loads((SHAPES / "llama-8b" / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = EstimateConfig(model_path=str(tmp_path), provider="aiconfigurator")
-    estimator, notes = open_estimator(settings, read_shape(tmp_path), GPUS["h200"], parse_mapping("tp2"))
+    folder = SHAPES / "llama-8b"
+    settings = EstimateConfig(model_path=str(folder), provider="aiconfigurator")
+    estimator, notes = open_estimator(settings, read_shape(folder), GPUS["h200"], parse_mapping("tp2"))
     assert "aiconfigurator" in notes
     return estimator
 
@@ -247,3 +250,20 @@ def test_a_provider_without_its_package_says_what_to_install(tmp_path: Path, mon
     config = EstimateConfig(model_path=str(SHAPES / "llama-8b"), provider="aiconfigurator")
     with pytest.raises(ConfigError, match=r"pip install 'kvmesh\[aiconfigurator\]'"):
         open_estimator(config, llama(), GPUS["h100"], parse_mapping("tp1"))
+
+
+def _no_limits(max_num_seqs: int) -> WorkerLimits:
+    raise NotImplementedError
+
+
+def test_a_config_without_architectures_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = SimpleNamespace(cli_estimate=None)
+    for name, module in (("aiconfigurator", api), ("aiconfigurator.cli", api), ("aiconfigurator.cli.api", api)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("profiler.aiconfigurator.version", lambda name: "1")
+    for folder in SHAPES.iterdir():
+        config = json.loads((folder / "config.json").read_text())
+        assert config.pop("architectures"), "the shapes of this repository work with every estimator"
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match="has no `architectures`"):
+            AiConfigurator(tmp_path, GPUS["h200"], parse_mapping("tp2"), "vllm", _no_limits)
