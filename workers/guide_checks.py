@@ -17,7 +17,7 @@ from workers.schemas import Path, SchemaFault, children
 
 MAX_GUIDE_BYTES = {  # an object of any shape has no value at all
     GuideKind.JSON: 0,
-    GuideKind.JSON_SCHEMA: 128 << 10,
+    GuideKind.JSON_SCHEMA: 1 << 20,
     GuideKind.CHOICE: 64 << 10,
     GuideKind.GRAMMAR: 16 << 10,
     GuideKind.REGEX: 8 << 10,
