@@ -219,8 +219,8 @@ class _CardFiles:
     """Read the directory. Times are those of this process's monotonic clock.
 
     A file is replaced, never changed in place. So inodes and times say which files have to be read: a file may have the
-    inode of the one before the last, if it was replaced twice between two looks. The files are listed when the directory
-    has another time, and three times per lease.
+    inode of the one before the last, if it was replaced twice between two looks. The files are listed when the
+    directory has another time, and three times per lease.
     """
 
     def __init__(self, directory: Path, lease_s: float) -> None:
@@ -267,9 +267,9 @@ class _CardFiles:
         before, self._files = self._files, {}
         with os.scandir(self._directory) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.endswith((_KEY_SUFFIX, _NEW_SUFFIX)):
-                    if (found := self._seen(entry, before.get(entry.name), now_s)) is not None:
-                        self._files[entry.name] = found
+                is_key = entry.name.endswith((_KEY_SUFFIX, _NEW_SUFFIX))
+                if is_key and (found := self._seen(entry, before.get(entry.name), now_s)) is not None:
+                    self._files[entry.name] = found
         newest_ns = max((found.mtime_ns for found in self._files.values()), default=0)
         for name in self._files.keys() - before.keys():
             found = self._files[name]  # a file of a dead process may be old: the others show what time it is
