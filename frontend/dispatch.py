@@ -46,6 +46,7 @@ from protocol.messages import (
     Target,
     Ticket,
     TimedDelta,
+    decode,
     pack_tokens,
 )
 from router.booking import Booking, Router
@@ -298,6 +299,7 @@ class Dispatcher:
         )
         try:
             async with self._plane.open(target.address, "generate", body, _left(deadline), hasty=True) as stream:
+                stream.on_unread = self._release_unread
                 async for told in stream.messages(TimedDelta):
                     leg.ticket = told.ticket
                     if record is not None and record.first is None:
@@ -343,6 +345,16 @@ class Dispatcher:
         finally:
             if record is not None:
                 record.ended = clock()
+
+    def _release_unread(self, raw: msgspec.Raw) -> bool:
+        """Release the offer of a ticket that arrives after its request was cancelled. Return False after the ticket."""
+        try:
+            ticket = decode(raw, TimedDelta).ticket
+        except MeshError:
+            return False
+        if ticket is not None:
+            self._release(ticket)
+        return ticket is None
 
     def _release(self, ticket: Ticket) -> None:
         """Tell the prefill worker, without waiting for it: its lease is the fallback."""

@@ -58,6 +58,7 @@ _FOREIGN = "a card names it: the card is old, or wrong"
 KNOWN_AWAY_TIMEOUT_S = 0.3  # to connect to a peer that did not answer the last time
 SECURED_TIMEOUT_S = 2.0  # for a handshake and its first answer
 PROOF_TIMEOUT_S = 0.5  # ... and to hear from it: the kernel, or a proxy, takes connections for a process that hangs
+MAX_LEFT = 4096  # streams of one peer whose unread messages somebody wants; of more, the oldest are forgotten
 MAX_AWAY = 4096  # peers that are remembered as such; of more, the oldest are forgotten
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -112,7 +113,7 @@ class Stream:
     """The answer to one call: iterate over it, or `feed` a consumer. An error of the peer is raised there."""
 
     __slots__ = ("_ended", "_failure", "_link", "_messages", "_refusal", "_taken", "_waiter",
-        "_waiting_bytes", "number", "take")  # fmt: skip
+        "_waiting_bytes", "number", "on_unread", "take")  # fmt: skip
 
     def __init__(self, link: "_ClientLink", number: int) -> None:
         self._link = link
@@ -125,6 +126,8 @@ class Stream:
         self._failure: MeshError | None = None
         self._refusal: Exception | None = None  # of the consumer
         self.take: Callable[[msgspec.Raw], bool] | None = None  # while a consumer is fed; False: stop calling it
+        # Gets the messages that the caller leaves unread, also those that arrive later; False: stop calling it.
+        self.on_unread: Callable[[msgspec.Raw], bool] | None = None
 
     def on_message(self, message: msgspec.Raw) -> None:
         """Keep a message that nobody takes at once."""
@@ -145,7 +148,10 @@ class Stream:
         return message
 
     def drop(self) -> None:
-        """Forget the messages that wait: nobody will take them."""
+        """Forget the messages that wait: the caller will not take them."""
+        for message in self._messages:
+            if self.on_unread is not None and not self.on_unread(message):
+                self.on_unread = None
         self._messages.clear()
         self._link.on_waiting(-self._waiting_bytes)
         self._waiting_bytes = 0
@@ -566,6 +572,7 @@ class _ClientLink(Link):
         self._batches = 0  # that have come
         self._waiting_bytes = 0  # of messages that consumers have not taken
         self._streams: dict[int, Stream] = {}
+        self._left: dict[int, Callable[[msgspec.Raw], bool]] = {}  # `on_unread` of streams that the peer has not ended
         self._next_stream = 1
         self._calm: set[int] = set()  # streams that are not hasty: few, some of them stand all day
 
@@ -598,6 +605,10 @@ class _ClientLink(Link):
         if self._streams.pop(stream.number, None) is not None:
             self._calm.discard(stream.number)
             self.write(Cancel(stream.number))
+            if stream.on_unread is not None:
+                self._left[stream.number] = stream.on_unread
+                if len(self._left) > MAX_LEFT:
+                    del self._left[next(iter(self._left))]
         if self.is_retired and not self._streams:
             self.close()
 
@@ -643,7 +654,8 @@ class _ClientLink(Link):
         find = self._streams.get
         for number, message in frame.messages:  # nearly all are one token: avoid every call here
             if (stream := find(number)) is None:
-                continue  # the caller has left meanwhile
+                self._on_unread(number, message)
+                continue
             if (take := stream.take) is None:
                 stream.on_message(message)
                 continue
@@ -658,6 +670,14 @@ class _ClientLink(Link):
                 stream.on_end(None if failure is None else error_of(failure))
             elif number == FAREWELL and failure is not None:
                 self._farewell = str(error_of(failure))
+            else:
+                self._left.pop(number, None)
+
+    def _on_unread(self, number: int, message: msgspec.Raw) -> None:
+        """Handle a message whose caller has left meanwhile."""
+        on_unread = self._left.get(number)
+        if on_unread is not None and not on_unread(message):
+            del self._left[number]
 
     def _is_next(self, number: int) -> bool:
         """Return whether a batch is the next one, and does not come again. Raise WireError if one is missing."""
@@ -673,5 +693,6 @@ class _ClientLink(Link):
         reason = self._farewell or reason
         streams, self._streams = self._streams, {}
         self._calm.clear()
+        self._left.clear()
         for stream in streams.values():
             stream.on_end(PeerLostError(f"lost {self.address}: {reason}"))

@@ -1,8 +1,10 @@
 """Clients that go away: whatever their request held is free again at once."""
 
 import json
+import random
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -51,10 +53,7 @@ def test_some_leave_and_the_others_do_not_notice(mesh: Mesh) -> None:
 
 
 def test_at_any_moment(mesh: Mesh) -> None:
-    """Let 80 clients leave, one each millisecond, also while a request is placed, prefilled or handed over.
-
-    A ticket may be on its way to a client that has just left: its offer is left to its lease.
-    """
+    """Let 80 clients leave, one each millisecond, also while a request is placed, prefilled or handed over."""
     streams = []
     for i in range(80):
         streams.append(Stream(mesh.url, prompt_of(70, i), 500, kvmesh={"disaggregate": True}))
@@ -63,9 +62,25 @@ def test_at_any_moment(mesh: Mesh) -> None:
         time.sleep(0.001)
     for stream in streams:
         stream.leave()
-    until_free(mesh, LEASE_S + 2)
+    until_free(mesh)
     for stream in streams:
         assert not stream.join().is_done
+
+
+def test_offers_of_1600_clients_that_leave_at_random_are_released(mesh: Mesh) -> None:
+    """Some tickets are on their way to the frontend when their clients leave."""
+    draw = random.Random(30)
+    stays_s = [draw.uniform(0, 0.1) for _ in range(1600)]
+
+    def leave_early(number: int) -> None:
+        stream = Stream(mesh.url, prompt_of(70, number), 500, kvmesh={"disaggregate": True})
+        time.sleep(stays_s[number])
+        stream.leave()
+        stream.join()
+
+    with ThreadPoolExecutor(64) as clients:
+        list(clients.map(leave_early, range(len(stays_s))))
+    until_free(mesh)
 
 
 def test_200_leave_between_the_end_of_the_prefill_and_the_pull(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from frontend import dispatch, route_requests
 from frontend.dispatch import Dispatcher
 from frontend.generator import MAX_EXPLANATIONS, Hints, Trace
 from frontend.presence import FailedWorker
+from mesh.plane.client import PlaneClient
+from mesh.plane.server import Call, PlaneServer
 from protocol.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
@@ -33,6 +35,7 @@ from protocol.messages import (
     FinishReason,
     GenerateRequest,
     PullReport,
+    ReleaseOffer,
     Role,
     SamplingParams,
     StopConditions,
@@ -40,6 +43,7 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
+from protocol.messages import decode as decoded
 from tests.support.deltas import OneByOne, deltas_of
 from tests.support.fake_mesh import FakeMesh, FakeWorker, Step, answer
 from tests.support.patience import PATIENCE_S
@@ -756,6 +760,35 @@ async def test_a_client_that_leaves_during_prefill() -> None:
     run = Run(p, decode())
     await cancelled_while(run, p)
     assert run.mesh.released == []
+
+
+async def test_a_ticket_that_arrives_after_its_client_has_left_is_released() -> None:
+    p, released, reached = prefill(), asyncio.Queue[ReleaseOffer](), asyncio.Event()
+
+    async def generate(call: Call) -> None:
+        """Send the ticket when the caller leaves: the ticket and the cancellation cross on the wire."""
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ticket = replace(p.ticket(decoded(call.body, GenerateRequest)), offer_id=7, address=server.address)
+            await call.send(Delta((1,), ticket=ticket))
+
+    async def release(call: Call) -> None:
+        released.put_nowait(decoded(call.body, ReleaseOffer))
+
+    server, plane = PlaneServer({"generate": generate, "release": release}), PlaneClient()
+    p.target = replace(p.target, address=await server.start("127.0.0.1"))
+    run = Run(p, decode())
+    run.dispatcher = Dispatcher(run.mesh, plane, lambda model: 16)  # type: ignore[arg-type]
+    answering = asyncio.create_task(run())
+    async with asyncio.timeout(PATIENCE_S):
+        await reached.wait()
+        answering.cancel()
+        assert (await released.get()).offer_id == 7
+    await run.dispatcher.close()
+    await plane.close()
+    await server.close()
 
 
 async def test_a_client_may_leave_before_the_decode_workers_first_token(checked: list[Run]) -> None:

@@ -56,6 +56,7 @@ class Service:
                 "full": self.full,
                 "bug": self.bug,
                 "hold": self.hold,
+                "late": self.late,
             }
         )
 
@@ -76,6 +77,14 @@ class Service:
         self.started.set()
         await self.go_on.wait()
         await call.send("done")
+
+    async def late(self, call: Call) -> None:
+        """Send three messages after the caller has left."""
+        try:
+            await self.forever(call)
+        finally:
+            for i in range(3):
+                await call.send(i)
 
     async def fail(self, call: Call) -> None:
         raise NoWorkerError("no worker is ready")
@@ -129,6 +138,48 @@ async def test_leaving_a_stream_cancels_the_call(service: Service, client: Plane
     async with client.open(service.server.address, "forever", None, 5) as stream:
         assert await stream.next() is not None
     await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
+
+
+async def test_a_caller_that_leaves_gets_the_messages_that_wait(service: Service, client: PlaneClient) -> None:
+    unread: list[bytes] = []
+    async with client.open(service.server.address, "count", 3, 5) as stream:
+        stream.on_unread = lambda message: unread.append(bytes(message)) or True
+        async with asyncio.timeout(PATIENCE_S):
+            while len(stream._messages) < 3:
+                await asyncio.sleep(0)
+    assert [msgspec.msgpack.decode(message) for message in unread] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("wanted", [2, 100])
+async def test_a_caller_that_has_left_gets_later_messages(service: Service, client: PlaneClient, wanted: int) -> None:
+    unread: list[int] = []
+
+    def on_unread(message: msgspec.Raw) -> bool:
+        unread.append(msgspec.msgpack.decode(message))
+        return len(unread) < wanted
+
+    async with client.open(service.server.address, "late", None, 5) as stream:
+        stream.on_unread = on_unread
+        assert await stream.next() is not None
+    link = client.standing(service.server.address)
+    assert link is not None
+    async with asyncio.timeout(PATIENCE_S):
+        while link._left:
+            await asyncio.sleep(0)
+    assert unread == [0, 1, 2][:wanted]
+
+
+async def test_a_client_remembers_a_limited_number_of_left_streams(
+    client: PlaneClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_LEFT", 2)
+    async with client.open(service.server.address, "hold", None, 5):
+        link = client.standing(service.server.address)
+        assert link is not None
+        for _ in range(5):
+            async with client.open(service.server.address, "hold", None, 5) as stream:
+                stream.on_unread = lambda message: True
+        assert len(link._left) == 2
 
 
 async def test_a_peer_that_dies_ends_its_streams_at_once(service: Service, client: PlaneClient) -> None:
