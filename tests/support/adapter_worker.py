@@ -28,6 +28,6 @@ def refuse_unknown(lora: str | None, info: EngineInfo) -> None:
 
 if __name__ == "__main__":
     workers.checks._check_lora = refuse_unknown
-    WorkerControls._of_engine = load_or_unload  # type: ignore[method-assign]
+    WorkerControls._engine_reply = load_or_unload  # type: ignore[method-assign]
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
