@@ -207,7 +207,8 @@ def spoil_answers(switches: Switches) -> None:
         engine: StepEngine, request: GenerateRequest, take: Callable[[Delta], bool]
     ) -> AsyncGenerator[Delta, None]:
         async for delta in push(engine, request, take):
-            if delta.finish_reason is not None and switches.read().babbles:
+            # A guide ends an answer without a last token, so nothing would show where the answer ended.
+            if delta.finish_reason is not None and request.guide is None and switches.read().babbles:
                 more = tuple(TokenLogprob(token, 0.0) for token in BABBLE)
                 logprobs = None if delta.logprobs is None else (*delta.logprobs, *more)
                 delta = msgspec.structs.replace(delta, token_ids=(*delta.token_ids, *BABBLE), logprobs=logprobs)
