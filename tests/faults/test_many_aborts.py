@@ -14,7 +14,7 @@ from tests.support.held import held_by
 from tests.support.mesh import Mesh, running_mesh, until
 
 AT_ONCE = 32
-MOST_MIB = 8.0  # that a process may hold more at the end than after the first third
+MOST_MIB = 16.0  # that a process may hold more at the end than after the first third: a frontend's heap varies by 9
 LIMITS = {"max_tokens": 500, "ignore_eos": True, "stream": True}
 
 

@@ -62,7 +62,9 @@ def deployment_of(engine: str, mapping: str) -> Deployment:
         meets_itl=True,
     )
     profile = profile_of(engine, mapping)
-    return Deployment(option=option, prefill=profile, decode=profile, goal=goal, model_path="/models/m")
+    return Deployment(
+        option=option, prefill=profile, decode=profile, goal=goal, image="registry/engine:1", model_path="/models/m"
+    )
 
 
 def compose_commands(deployment: Deployment) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -100,7 +101,8 @@ async def test_the_children_of_a_killed_process_end_with_it() -> None:
         "    await child.send(b'spin')\n"
         "asyncio.run(main())\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     parent.kill()
