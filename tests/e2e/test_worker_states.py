@@ -147,7 +147,7 @@ def try_pair(operator: Operator, first: str, second: str, *, at_once: bool) -> N
     assert all(status in REFUSED for status in statuses), (where, statuses)
     state = operator.check()
     assert mesh.pid(operator.worker) == before, f"{where}: the process has ended"
-    assert state == "asleep" or second != "sleep" or at_once, where
+    assert state == "asleep" or second != "sleep" or at_once or statuses[-1] != 200, (where, statuses)
     operator.put_back()
 
 
