@@ -59,6 +59,14 @@ def _ordered(name: str, **changes: bool) -> Action:
     return act
 
 
+def _stalls(name: str) -> Action:
+    async def act(mesh: WatchedMesh) -> None:
+        pid = mesh.faults.supervisor.pid(name) or 0
+        mesh.faults.order(name, replace(mesh.faults.orders[name], stalls=pid))
+
+    return act
+
+
 def _events(name: str, trouble: EventTrouble) -> Action:
     async def act(mesh: WatchedMesh) -> None:
         events = mesh.faults.weather[name].events
@@ -112,7 +120,7 @@ FAULTS: tuple[NamedFault, ...] = (
     NamedFault(
         "the engine of decode-0 stands still",
         ("KvmeshWorkerHangs",),
-        _ordered("decode-0", stalls=True),
+        _stalls("decode-0"),
         _ordered("decode-0", stalls=False),
     ),
     _stopped("the router is stopped", ("KvmeshRoutersSilent", "KvmeshServiceDown"), "router-0"),
