@@ -32,12 +32,16 @@ from protocol.messages import (
     decode,
     pack_tokens,
 )
+from tests.support import mesh_tls
 from tests.support.mesh import until
 from tests.support.services import NEW, Services
 from workers.engines.torch.executor import TorchExecutor
 from workers.step_engine import StepEngine, StepEngineConfig
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(mesh_tls.IS_ON, reason="it asks an open frontend and orders workers without a certificate"),
+]
 
 TORCH = ("--engine", "torch", "--dtype", "float32", "--model", "tiny", "--kv-transfer", "shm")
 PROMPTS = [[(7 * i + 31 * j) % 900 + 20 for i in range(100)] for j in range(4)]
