@@ -8,7 +8,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.support import mesh_tls
 from tests.support.services import NEW, Services, quiet_port
+
+pytestmark = pytest.mark.skipif(mesh_tls.IS_ON, reason="ports that ask for certificates check no web pages")
 
 EVIL = "http://evil.example"
 PROMPT = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": 4}).encode()
