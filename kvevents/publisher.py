@@ -104,7 +104,10 @@ class KvEventPublisher:
 
     def _free_closed(self) -> None:
         """Have ZMQ free closed connections, 27 KB each. By itself it would wait for the next batch."""
-        self._pub.getsockopt(zmq.EVENTS)
+        if self._pub.closed:  # by the door, which closes what its owner has left open
+            self._loop.remove_reader(self._pub_fd)
+        else:
+            self._pub.getsockopt(zmq.EVENTS)
 
     def _on_request(self, frames: Frames) -> None:
         """Take a request `[client, (b"",) start_seq]`. A new request of a client replaces its last."""

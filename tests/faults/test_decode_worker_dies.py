@@ -7,6 +7,8 @@ from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, until
 from tests.support.streams import Stream, check_answer, check_failed_loudly, check_mock_answer
 
+LONG_TOKENS = 1500  # so many take a second on a fast machine: the worker must die before the answers end
+
 
 @pytest.mark.parametrize("disaggregate", [True, False])
 def test_streams_go_on_elsewhere_without_losing_or_repeating_a_token(mesh: Mesh, disaggregate: bool) -> None:
@@ -37,9 +39,10 @@ def test_a_worker_that_was_started_again_is_used_again(mesh: Mesh) -> None:
 def test_migrated_tokens_of_the_real_engine_are_unchanged(nixl_mesh: Mesh) -> None:
     prompts = [prompt_of(n, n) for n in LENGTHS if n <= 100]
     plain = {"kvmesh": {"disaggregate": False}, "cache_salt": "plain"}
-    expected = [Stream(nixl_mesh.url, prompt, 400, **plain) for prompt in prompts]
+    expected = [Stream(nixl_mesh.url, prompt, LONG_TOKENS, **plain) for prompt in prompts]
     answers = [stream.join().tokens for stream in expected]
-    streams = [Stream(nixl_mesh.url, prompt, 400, kvmesh={"trace": True, "disaggregate": True}) for prompt in prompts]
+    disaggregated = {"trace": True, "disaggregate": True}
+    streams = [Stream(nixl_mesh.url, prompt, LONG_TOKENS, kvmesh=disaggregated) for prompt in prompts]
     for stream in streams:
         stream.until_tokens(5)
     until(lambda: nixl_mesh.metric("kvmesh_worker_running_requests", "decode-0") > 0)

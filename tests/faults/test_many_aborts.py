@@ -14,7 +14,6 @@ from tests.support.held import held_by
 from tests.support.mesh import Mesh, running_mesh, until
 
 AT_ONCE = 32
-MOST_MIB = 16.0  # that a process may hold more at the end than after the first third: a frontend's heap varies by 9
 LIMITS = {"max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
@@ -54,8 +53,15 @@ async def abort_many(mesh: Mesh, count: int, rng: random.Random) -> None:
     await asyncio.gather(*[client() for _ in range(AT_ONCE)])
 
 
-@pytest.mark.parametrize("aborts", [3000, pytest.param(100_000, marks=[pytest.mark.weekly, pytest.mark.timeout(3600)])])
-def test_memory_is_flat_after_aborts(mesh: Mesh, aborts: int) -> None:
+@pytest.mark.parametrize(
+    ("aborts", "most_mib"),
+    [
+        (3000, 32.0),  # heaps still grow to their usual size: a frontend's is level after about 6,000 aborts
+        pytest.param(100_000, 8.0, marks=[pytest.mark.weekly, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_memory_is_flat_after_aborts(mesh: Mesh, aborts: int, most_mib: float) -> None:
+    """A process may hold `most_mib` more at the end than after the first third."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -68,6 +74,6 @@ def test_memory_is_flat_after_aborts(mesh: Mesh, aborts: int) -> None:
     after = {name: held_by(pid) for name, pid in processes.items()}
     for name, then in before.items():
         print(name, then, after[name])
-        assert after[name].private_mib <= then.private_mib + MOST_MIB, name
+        assert after[name].private_mib <= then.private_mib + most_mib, name
         assert after[name].threads <= then.threads + 2, name
         assert after[name].fds <= then.fds + 8, name
