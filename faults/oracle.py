@@ -11,6 +11,7 @@ from faults.weights import ORIGINAL, WeightsHistory, token_of
 
 VOCAB = 2048  # of the tiny model's tokenizer
 BLAMES = (400, 413, 422)  # statuses that say that a request is wrong; all requests are right
+NOBODY_CONTINUES = "other_weights"  # an error of an answer whose rest only other weights could give
 LATE_S = 1.5  # a request that is not over so long after its deadline hangs
 
 
@@ -142,7 +143,8 @@ class Oracle:
         if answered.status in BLAMES or error.get("type") == "invalid_request_error":
             return Judged(Verdict.REFUSED, why)
         is_begun = any(answered.tokens.values())
-        if is_begun and not (answered.ask.is_hurried and error.get("code") == "deadline_exceeded"):
+        is_hurried = answered.ask.is_hurried and error.get("code") == "deadline_exceeded"
+        if is_begun and not is_hurried and error.get("code") != NOBODY_CONTINUES:
             return Judged(Verdict.TRUNCATED, f"after {answered.events} events: {why}")
         return Judged(Verdict.ERROR, why)
 

@@ -11,6 +11,7 @@ from protocol.errors import InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Placed, Role, RouteRequest, WorkerCard
 from router.feeds import WorkerNews
+from router.pairing import may_continue
 
 DECODING = (Role.DECODE, Role.AGGREGATED)
 PREFILLING = (Role.PREFILL,)
@@ -78,15 +79,16 @@ class DirectRouter:
         if request.pin_prefill is not None and request.disaggregate is not False:
             prefill = self._find(request.pin_prefill, request, PREFILLING)  # without it the prompt is computed here
         return Placed(
-            decode=decode.target(request.pin_rank or 0),
-            prefill=None if prefill is None else prefill.target(0),
+            decode=decode.target(request.pin_rank or 0, lora=request.lora),
+            prefill=None if prefill is None else prefill.target(0, lora=request.lora),
             reason="named by the gateway" if request.pin else "the frontend's own worker",
         )
 
     def _find(self, wanted: str, request: RouteRequest, roles: Collection[Role]) -> WorkerCard | None:
         """Return the worker with this id, name or HTTP endpoint that can do its part."""
         for card in self._named.get(wanted, {}).values():
-            if card.model == request.model and card.role in roles and card.worker_id not in request.exclude:
+            is_able = card.model == request.model and card.role in roles and card.worker_id not in request.exclude
+            if is_able and may_continue(card, request):
                 return card
         return None
 

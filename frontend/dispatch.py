@@ -29,11 +29,14 @@ from protocol.errors import (
     EngineError,
     MeshError,
     NoWorkerError,
+    OtherWeightsError,
     OverloadedError,
     PeerLostError,
+    StaleCardError,
     UnreachableError,
 )
 from protocol.ids import RequestId, WorkerId
+from protocol.kv_content import UNKNOWN
 from protocol.messages import (
     Delta,
     Embedding,
@@ -66,6 +69,7 @@ PROGRESS_TURNS = 20  # the reports are spread over these turns: 10,000 at once w
 MAX_RETOKENIZED = 256  # of ours for one of a server
 SEE_HEALTH = "try again later; GET /health says why"
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
+MAY_RETURN = (PeerLostError, StaleCardError)
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
 
@@ -221,7 +225,12 @@ class Dispatcher:
             await asyncio.wait(self._releasing)
 
     async def _route(
-        self, request: GenerateRequest | EmbedRequest, tokens: bytes, hints: Hints, failed: Sequence[WorkerId]
+        self,
+        request: GenerateRequest | EmbedRequest,
+        tokens: bytes,
+        hints: Hints,
+        failed: Sequence[WorkerId],
+        content: str = UNKNOWN,
     ) -> RouteRequest:
         """Return what the router is asked; `tokens`: all that a worker has to compute before its first new token."""
         salt = request.request_id if _wants_prompt_logprobs(request) else request.cache_salt
@@ -232,14 +241,14 @@ class Dispatcher:
             most = request.stop.max_tokens - generated
         return route_request(
             request.request_id, request.model, request.lora, len(tokens) // 4, hashes, hints, failed=failed,
-            max_tokens=max(0, most), is_continued=bool(failed or generated),
+            max_tokens=max(0, most), is_continued=bool(failed or generated), content=content,
         )  # fmt: skip
 
     async def _generate(self, task: "_Generation", failed: Sequence[WorkerId]) -> None:
         """Have one placement carried out. Raise _LegFailedError if a worker fails its part."""
         request = task.continued() if task.generated or failed else task.request
         tokens = request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
-        route = await self._route(request, tokens, _hints(task), failed)
+        route = await self._route(request, tokens, _hints(task), failed, task.content if task.generated else UNKNOWN)
         if self.wants_reasons is not None and self.wants_reasons():
             route = msgspec.structs.replace(route, explain=True)
         now = asyncio.get_running_loop().time
@@ -253,6 +262,8 @@ class Dispatcher:
             placed, placed_at = booking.placed, now()
             trace.waited_s += placed_at - asked
             is_first = not request.generated
+            if not task.generated:
+                task.content = _content(placed)
             _note_placement(trace, placed, is_first, route.isl_tokens, block_size)
             if attempt is not None:
                 attempt.placed, attempt.placed_at = placed, clock()
@@ -295,6 +306,7 @@ class Dispatcher:
             source=placed.source,
             dp_rank=target.dp_rank,
             worker_id=target.worker_id,
+            content=target.content,
             traceparent=_traceparent(request, record),
         )
         try:
@@ -332,6 +344,7 @@ class Dispatcher:
             request,
             dp_rank=target.dp_rank,
             worker_id=target.worker_id,
+            content=target.content,
             traceparent=_traceparent(request, record),
         )
         try:
@@ -379,6 +392,7 @@ class _Generation(msgspec.Struct):
     deadline: float
     consumer: DeltaConsumer
     generated: list[int]  # all tokens so far
+    content: str = UNKNOWN  # with which they were computed; "": any worker may go on
 
     failures: "_Failures | None" = None
     num_prompt_logprobs: int = 0  # that the consumer has
@@ -460,12 +474,12 @@ class _Failures:
         now = asyncio.get_running_loop().time()
         until_s = max((self._presence.waits_until(failed) for failed in self._failed.values()), default=NEVER)
         if now >= until_s:
-            raise self._nobody_left() from None
+            raise (refusal if isinstance(refusal, OtherWeightsError) else self._nobody_left()) from None
         if now >= self._deadline:
             raise DeadlineExceededError(f"no worker of the model {self._model!r} came back in time") from None
         if isinstance(refusal, NoWorkerError) and now >= self._lost_again:
             self._lost_again = now + LOST_AGAIN_S
-            lost = {one.worker_id for one in self._failed.values() if isinstance(one.reason, PeerLostError)}
+            lost = {one.worker_id for one in self._failed.values() if isinstance(one.reason, MAY_RETURN)}
             self.excluded = [worker_id for worker_id in self.excluded if worker_id not in lost]
 
     def _nobody_left(self) -> MeshError:
@@ -731,6 +745,11 @@ def _most_tokens(request: GenerateRequest, placed: Placed) -> int:
     """
     retokenizes = placed.decode.retokenizes or (placed.prefill is not None and placed.prefill.retokenizes)
     return request.stop.max_tokens * (MAX_RETOKENIZED if retokenizes else 1)
+
+
+def _content(placed: Placed) -> str:
+    """Return with which content the tokens of a placement are computed. Two workers of one are paired, or unknown."""
+    return placed.decode.content or ("" if placed.prefill is None else placed.prefill.content)
 
 
 def _hints(task: _Generation) -> Hints:

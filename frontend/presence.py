@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import is_refused
-from protocol.errors import DrainingError, MeshError, PeerLostError, UnreachableError, WireError
+from protocol.errors import DrainingError, MeshError, PeerLostError, StaleCardError, UnreachableError, WireError
 from protocol.ids import WorkerId
 from protocol.messages import KeptCard, WorkerCard, decode
 from router.feeds import WorkerNews
@@ -41,6 +41,7 @@ class FailedWorker:
 
     def failed_again(self, reason: MeshError, now_s: float) -> "FailedWorker":
         is_same = is_silent(self.reason) and is_silent(reason)
+        is_same = is_same or (isinstance(self.reason, StaleCardError) and isinstance(reason, StaleCardError))
         return replace(self, reason=reason, at_s=self.at_s if is_same else now_s)
 
 
@@ -117,7 +118,7 @@ class MeshPresence:
     def _join(self, card: WorkerCard) -> None:
         if card.worker_id not in self._joined:
             self._joined[card.worker_id] = card.name, asyncio.get_running_loop().time()
-            self._tell()
+        self._tell()  # also of a new card: its worker may take requests again that its old one has misled
 
     def _leave(self, worker_id: WorkerId) -> None:
         self._joined.pop(worker_id, None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from frontend.generator import Hints
 from protocol.hashing import hash_seed, plain_sequence_hash_bytes, sequence_hash_bytes
 from protocol.ids import RequestId, WorkerId
+from protocol.kv_content import UNKNOWN
 from protocol.messages import RouteRequest
 
 SLOW_HASH_BYTES = 4 * 32_768  # of prompt; without native code a longer one would hold up the event loop for over 1 ms
@@ -30,9 +31,10 @@ def route_request(
     among: Sequence[WorkerId] | None = None,
     max_tokens: int = 0,
     is_continued: bool = False,
+    content: str = UNKNOWN,
 ) -> RouteRequest:
     """Return the question. `failed`: workers that have failed the request; `among`: the only ones that may decode.
-    `max_tokens`: of the answer, that may still come."""
+    `max_tokens`: of the answer, that may still come; `content`: of the tokens that it has."""
     return RouteRequest(
         request_id=request_id,
         model=model,
@@ -52,4 +54,5 @@ def route_request(
         max_tokens=max_tokens,
         has_deadline=hints.has_deadline,
         is_continued=is_continued,
+        content=content,
     )

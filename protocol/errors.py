@@ -58,6 +58,12 @@ class NoWorkerError(MeshError):
     code = "no_worker"
 
 
+class OtherWeightsError(NoWorkerError):
+    """Workers are ready, but none has the weights with which the answer began: nobody can continue it."""
+
+    code = "other_weights"
+
+
 class OverloadedError(MeshError):
     """The work was refused early because queues are full. The caller may retry later."""
 
@@ -96,6 +102,12 @@ class DrainingError(MeshError):
     """The service takes no new work. The work may be tried elsewhere."""
 
     code = "draining"
+
+
+class StaleCardError(DrainingError):
+    """The worker has other weights than the card by which it was chosen. Its new card is on its way."""
+
+    code = "stale_card"
 
 
 class TransferError(MeshError):

@@ -196,6 +196,8 @@ class GenerateRequest(Message, frozen=True):
     traceparent: Annotated[str, Meta(max_length=256)] = ""
     tracestate: Annotated[str, Meta(max_length=512)] = ""
     tenant: Annotated[str, Meta(max_length=256)] = ""  # whose share of what is limited per tenant it uses
+    # The content by which the worker was chosen: a worker that computes with another one refuses.
+    content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] = UNKNOWN
 
 
 MAX_PREFIX_BLOCKS = 8192  # of a prompt, that one worker offers another: each is named and compared
@@ -330,8 +332,8 @@ class WorkerCard(Card, frozen=True):
         """Return the fingerprint of the worker's KV for requests of one adapter, or of none."""
         return content_of(self.content_fingerprint, self.adapter_fingerprints, lora)
 
-    def target(self, dp_rank: int, overlap_blocks: int = 0) -> "Target":
-        """Return the worker as the target of a placement."""
+    def target(self, dp_rank: int, overlap_blocks: int = 0, lora: str | None = None) -> "Target":
+        """Return the worker as the target of a placement, for a request of one adapter or of none."""
         return Target(
             worker_id=self.worker_id,
             name=self.name,
@@ -339,6 +341,7 @@ class WorkerCard(Card, frozen=True):
             dp_rank=dp_rank,
             overlap_blocks=overlap_blocks,
             retokenizes=self.retokenizes,
+            content=self.content_of(lora),
         )
 
 
@@ -513,6 +516,8 @@ class RouteRequest(Message, frozen=True):
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 0  # of the answer, that may still come; 0: not known
     has_deadline: bool = False  # the client has named the time that it waits for the whole answer
     is_continued: bool = False  # a part of its answer is there: it is not refused
+    # With which that part was computed: only an equal one continues it.
+    content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] = UNKNOWN
 
 
 class Target(Message, frozen=True):
@@ -522,6 +527,7 @@ class Target(Message, frozen=True):
     dp_rank: int = 0
     overlap_blocks: int = 0  # blocks of the prompt in this worker's cache, by the router's index
     retokenizes: bool = False  # it makes tokens of a server's texts: more, or fewer, than the server has counted
+    content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] = UNKNOWN  # what it computes with, by its card
 
 
 class CandidateReport(Message, frozen=True):

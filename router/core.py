@@ -416,17 +416,18 @@ class RouterState:
             pool.demand.asked(prefix_of(request.sequence_hashes, deepest), now)
 
     def _placed(self, planned: PlacementPlan, explanation: Explanation | None) -> Placed:
+        lora = planned.view.request.lora
         return Placed(
-            decode=self._target(planned.last.chosen),
-            prefill=None if planned.first is planned.last else self._target(planned.first.chosen),
+            decode=self._target(planned.last.chosen, lora),
+            prefill=None if planned.first is planned.last else self._target(planned.first.chosen, lora),
             reason=planned.reason,
             explanation=explanation,
             source=source_of(planned),
         )
 
-    def _target(self, chosen: Candidate) -> Target:
+    def _target(self, chosen: Candidate, lora: str | None) -> Target:
         card = self.fleet.slots[chosen.holder].card
-        return card.target(chosen.holder.dp_rank, chosen.overlap[0])
+        return card.target(chosen.holder.dp_rank, chosen.overlap[0], lora)
 
 
 def _key(request: RouteRequest) -> SessionKey:

@@ -11,7 +11,7 @@ from protocol.errors import NoWorkerError, OverloadedError
 from protocol.ids import WorkerId
 from protocol.messages import Placed, Role, RouteRequest, WorkerCard
 from router.feeds import WorkerNews
-from router.pairing import why_apart
+from router.pairing import may_continue, why_apart
 
 REASON = "no router answers: fewest requests of this frontend"
 DECODING = (Role.DECODE, Role.AGGREGATED)
@@ -52,8 +52,10 @@ class FallbackRouter:
         if prefill is not None and why_apart(prefill, decode, request.lora):
             prefill = None
         return Placed(
-            decode=decode.target(request.pin_rank if request.pin_rank is not None else self._rank(decode)),
-            prefill=None if prefill is None else prefill.target(self._rank(prefill)),
+            decode=decode.target(
+                request.pin_rank if request.pin_rank is not None else self._rank(decode), lora=request.lora
+            ),
+            prefill=None if prefill is None else prefill.target(self._rank(prefill), lora=request.lora),
             reason=REASON,
         )
 
@@ -96,6 +98,8 @@ def _can_take(card: WorkerCard, request: RouteRequest) -> bool:
     if card.model != request.model or card.worker_id in request.exclude:
         return False
     if request.lora is not None and request.lora not in card.loras:
+        return False
+    if not may_continue(card, request):
         return False
     if card.role is Role.PREFILL:
         return request.pin_prefill is None or request.pin_prefill in (card.worker_id, card.name)

@@ -7,7 +7,7 @@ says no content is of an older release, or attached: it is paired, and counted.
 from collections.abc import Iterable, Sequence
 
 from protocol.kv_content import PENDING, mismatch
-from protocol.messages import WorkerCard
+from protocol.messages import RouteRequest, WorkerCard
 from router.fleet import Slot
 
 TRANSFER, CONTENT, ADAPTER, IS_PENDING = "transfer", "content", "adapter", "pending"
@@ -47,6 +47,11 @@ def partners(prefill: WorkerCard, decoders: Sequence[Slot], lora: str | None) ->
         if (card := slot.card).transfer == transfer
         and (card.content_fingerprint == content or not why_apart(prefill, card, lora))
     ]
+
+
+def may_continue(card: WorkerCard, request: RouteRequest) -> bool:
+    """Return whether a worker may go on with an answer: with other weights it would be the answer of two models."""
+    return not request.content or not mismatch(request.content, card.content_of(request.lora))
 
 
 def is_unknown(prefill: WorkerCard, decode: WorkerCard) -> bool:

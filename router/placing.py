@@ -16,7 +16,7 @@ from router.disaggregation import Backlog, decide
 from router.estimate import ServiceTimes
 from router.fleet import Pool, Slot, WorkerFleet
 from router.index import Depths, Holder
-from router.pairing import Apart, is_unknown, partners, why_apart
+from router.pairing import Apart, is_unknown, may_continue, partners, why_apart
 from router.peers import PeerKind, PeerSource, deepest, kind_of, pull_of
 from router.policies import POLICIES, choose
 from router.pressure import recompute_price
@@ -289,7 +289,7 @@ def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()
 def _may_shorten(pool: Pool, rules: RouterRules, request: RouteRequest) -> bool:
     """Return whether workers that cannot be the cheapest may be left out: any worker may take the request."""
     is_for_all = not (request.lora or request.exclude or request.pin or request.pin_prefill)
-    is_for_all = is_for_all and request.among is None
+    is_for_all = is_for_all and request.among is None and not request.content
     return is_for_all and len(pool.decoders) + len(pool.prefillers) > FEW and rules.may_shortlist
 
 
@@ -304,6 +304,8 @@ def _eligible(
     """Return the slots that this request may use. An avoided worker is used only if there is no other."""
     if request.lora is not None:
         slots = [slot for slot in slots if request.lora in slot.card.loras]
+    if request.content:
+        slots = [slot for slot in slots if may_continue(slot.card, request)]
     if request.exclude or pin is not None:
         slots = [
             slot

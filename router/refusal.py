@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Sequence
 
-from protocol.errors import NoWorkerError
+from protocol.errors import NoWorkerError, OtherWeightsError
 from protocol.messages import Role, RouteRequest, WorkerCard
+from router.pairing import may_continue
 
 
 def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerError:
@@ -13,6 +14,11 @@ def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerErr
     serving = [card for card in cards if card.model == model]
     decoders = [card for card in serving if card.role is not Role.PREFILL]
     able = [card for card in decoders if lora is None or lora in card.loras]
+    left = [card for card in able if card.worker_id not in request.exclude]
+    if left and not any(may_continue(card, request) for card in left):
+        problem = f"no worker of the model {wanted} has the weights with which this answer began: none continues it"
+        return OtherWeightsError(problem, hint="send the request again")
+    able = [card for card in able if may_continue(card, request)]
     if request.pin is not None:
         return _not_pinned(request, wanted, able)
     if able and request.among is not None and all(card.worker_id not in request.among for card in able):

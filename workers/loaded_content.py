@@ -19,8 +19,8 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from kvcache.transfer.offers import with_content
-from protocol.errors import kind_of
-from protocol.kv_content import PENDING, UNKNOWN, content_of
+from protocol.errors import StaleCardError, kind_of
+from protocol.kv_content import MAX_ADAPTERS, PENDING, UNKNOWN, content_of, mismatch
 from protocol.messages import Delta
 from workers.weights_hash import (
     FileState,
@@ -164,6 +164,21 @@ class LoadedContent:
             "the weights of %s are not known: %s; this worker exchanges no KV until it starts or wakes again",
             self._place,
             why,
+        )
+
+
+def check_card(chosen_by: str, content: KvContent, lora: str | None) -> None:
+    """Raise StaleCardError for a request whose worker was chosen by other weights than it has now.
+
+    `chosen_by` is the content that the worker's card had. The answer would begin, or go on, with tokens of another
+    model than the rest of it.
+    """
+    if chosen_by in (UNKNOWN, PENDING):
+        return
+    ours = content_of(content.fingerprint, content.adapters[:MAX_ADAPTERS], lora)  # as a card says it
+    if mismatch(chosen_by, ours):
+        raise StaleCardError(
+            f"this worker has other weights ({ours[:12]}) than its card said ({chosen_by[:12]})", hint="try again"
         )
 
 

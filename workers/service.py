@@ -55,7 +55,7 @@ from workers.engines.registry import ENGINES
 from workers.event_keys import EventKeys
 from workers.life import Place, WorkerLife, offers_taken
 from workers.load_reports import LoadReports
-from workers.loaded_content import KnowsContent, KvContent, with_ticket_content
+from workers.loaded_content import KnowsContent, KvContent, check_card, with_ticket_content
 from workers.membership import Membership, with_content
 from workers.metrics import REQUESTS, forget_load, labels_of_workers, watch_load
 from workers.model_files import OfferedFiles
@@ -376,6 +376,7 @@ class Worker:
         ):
             self._check_is_meant(request.worker_id)
             self._check_roles(request)
+            check_card(request.content, self._content(), request.lora)
             if self._office is not None:
                 if request.offer_kv:
                     await self._answer_sealed(call, request, self._office)

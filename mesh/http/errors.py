@@ -85,6 +85,7 @@ _BY_CODE = {
     "rate_limited": HttpFailure(429, "rate_limit_error", "rate_limit_exceeded", retry_after_s=1),
     "too_large_for_key": HttpFailure(429, "rate_limit_error", "rate_limit_exceeded"),  # and no time to come back
     "no_worker": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
+    "other_weights": HttpFailure(503, "server_error", "other_weights", retry_after_s=2),
     "unreachable": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
     "identity": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
     "draining": HttpFailure(503, "server_error", "draining", retry_after_s=2),

@@ -1,6 +1,7 @@
 """Workers with other weights under one name: no answer is made of the KV of both, on any path."""
 
 import asyncio
+import json
 import os
 import shutil
 import struct
@@ -204,3 +205,36 @@ def test_shared_storage_has_no_kv_of_other_weights(mesh: Asking, models: Models,
     for prompt, expected in zip(PROMPTS, models.other_answers, strict=True):
         assert mesh.ask(prompt, "two")[0] == expected
     assert mesh.services.metric("two", "kvmesh_worker_kv_tier_loaded_bytes_total") == 0
+
+
+async def test_an_answer_is_not_continued_with_other_weights(mesh: Asking, models: Models, tmp_path: Path) -> None:
+    """Its worker is killed in mid-stream, and the only other one has other weights."""
+    mesh.until_ready(
+        mesh.start("aggregated", name="old"), mesh.start("aggregated", name="new", model_path=models.other)
+    )
+    body = {
+        "model": "tiny",
+        "prompt": PROMPTS[0],
+        "max_tokens": 400,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    tokens, errors, killed = [], [], ""
+    url = f"{mesh.services.url(mesh.frontend)}/v1/completions"
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", url, json=body | {"logprobs": 0}) as reply,
+    ):
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            errors += [event["error"]["code"]] if "error" in event else []
+            tokens += [token for choice in event.get("choices", ()) for token in choice["logprobs"]["tokens"]]
+            if not killed and len(tokens) >= NEW_TOKENS:
+                killed = "old" if tokens[:NEW_TOKENS] == models.answers[0] else "new"
+                mesh.services.kill(killed)
+    assert tokens[:NEW_TOKENS] in (models.answers[0], models.other_answers[0])
+    assert len(tokens) < 400
+    assert errors == ["other_weights"]

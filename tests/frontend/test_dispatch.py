@@ -23,8 +23,10 @@ from protocol.errors import (
     InvalidRequestError,
     MeshError,
     NoWorkerError,
+    OtherWeightsError,
     OverloadedError,
     PeerLostError,
+    StaleCardError,
     UnreachableError,
     WireError,
 )
@@ -938,6 +940,56 @@ async def test_a_ticket_without_the_logprobs_leaves_them_to_the_decode_worker(ch
     taken = await score(run)
     assert (taken.logprobs, taken.tokens) == (list(SCORES), answer(PROMPT, 10))
     assert wanted(d) == [0]
+
+
+# --- weights ------------------------------------------------------------------------------------------
+
+
+def with_weights(content: str, *scripts: list[Step], name: str = "d0", role: Role = Role.DECODE) -> FakeWorker:
+    return FakeWorker(name, role, *scripts, content=content)
+
+
+async def test_each_worker_is_told_the_weights_that_its_card_had(checked: list[Run]) -> None:
+    p, d = with_weights("x", name="p0", role=Role.PREFILL), with_weights("x")
+    checked.append(run := await Run(p, d)())
+    assert ([r.content for r in p.requests], [r.content for r in d.requests]) == (["x"], ["x"])
+    assert [asked.content for asked in run.mesh.routed] == [""], "a new request may have any weights"
+
+
+async def test_an_answer_goes_on_with_the_weights_that_it_began_with(checked: list[Run]) -> None:
+    other, same = with_weights("y", name="b"), with_weights("x", name="c")
+    checked.append(run := await Run(with_weights("x", [4, LOST]), other, same)())
+    assert run.tokens == answer(PROMPT, 10)
+    assert (len(other.requests), len(same.requests)) == (0, 1)
+
+
+async def test_an_answer_that_only_other_weights_could_end_fails(checked: list[Run]) -> None:
+    other = with_weights("y", name="b")
+    checked.append(run := Run(with_weights("x", [4, LOST]), other, wait_s=-math.inf))
+    with pytest.raises(OtherWeightsError):
+        await run()
+    assert (run.tokens, other.requests) == (answer(PROMPT, 4), [])
+
+
+async def test_an_answer_without_a_token_may_have_any_weights(checked: list[Run]) -> None:
+    checked.append(run := await Run(with_weights("x", [LOST]), with_weights("y", name="b"))())
+    assert run.tokens == answer(PROMPT, 10)
+
+
+async def test_a_first_token_of_a_prefill_worker_binds_the_rest(checked: list[Run]) -> None:
+    p, d = with_weights("x", name="p0", role=Role.PREFILL), with_weights("x", [LOST])
+    checked.append(run := Run(p, d, with_weights("y", name="b"), wait_s=-math.inf))
+    with pytest.raises(OtherWeightsError):
+        await run()
+    assert run.tokens == answer(PROMPT, 1)
+
+
+async def test_a_worker_with_a_stale_card_is_asked_again(checked: list[Run]) -> None:
+    """It has refused: its new card is on its way, and there is no other worker."""
+    woken = with_weights("x", [StaleCardError("other weights")], [10**6])
+    checked.append(run := await Run(woken, wait_s=PATIENCE_S)())
+    assert run.tokens == answer(PROMPT, 10)
+    assert len(woken.requests) == 2
 
 
 # --- what admission is told ---------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import NoWorkerError
+from protocol.errors import NoWorkerError, OtherWeightsError
+from protocol.ids import WorkerId
 from protocol.kv_content import PENDING
 from protocol.messages import WorkerCard
 from router.core import RouterState
@@ -106,3 +107,34 @@ def counted(state: RouterState) -> dict[str, float]:
     facts = FeedFacts(0, 0, 0, {})
     readings = list(read_state(state, facts, 0))
     return {one.labels[0]: one.value for one in readings if one.name == "kvmesh_router_unpaired_total"}
+
+
+@pytest.mark.parametrize(("began", "may"), [("", True), ("old", True), ("new", False), (PENDING, False)])
+def test_an_answer_continues_on_equal_weights_alone(began: str, may: bool) -> None:
+    state = router(card("d", **EQUAL))
+    if may:
+        assert where(state.place(request(content=began), 0.0)) == (None, "d")
+        return
+    with pytest.raises(OtherWeightsError, match=r"weights with which this answer began.*send the request again"):
+        state.place(request(content=began), 0.0)
+
+
+def test_a_worker_that_names_no_weights_continues_any_answer() -> None:
+    assert where(router(card("d")).place(request(content="old"), 0.0)) == (None, "d")
+
+
+def test_a_worker_that_failed_is_not_counted_among_those_with_equal_weights() -> None:
+    state = router(card("d1", **EQUAL), card("d2", **NEW))
+    with pytest.raises(OtherWeightsError):
+        state.place(request(content="old", exclude=(WorkerId("d1"),)), 0.0)
+
+
+def test_of_two_workers_the_one_with_equal_weights_continues() -> None:
+    state = router(card("d1", **NEW), card("d2", **EQUAL), card("p", P, **NEW))
+    placed = state.place(request(content="old"), 0.0)
+    assert (where(placed), placed.decode.content) == ((None, "d2"), "old")
+
+
+def test_a_placement_names_the_weights_of_the_adapter() -> None:
+    placed = router(card("d", **adapted("a"))).place(request(lora="poet"), 0.0)
+    assert placed.decode.content == "a"

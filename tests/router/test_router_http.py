@@ -114,7 +114,7 @@ async def test_a_placement_says_where_and_why_and_is_booked(served: Served) -> N
     answer = await served.place(explain=True)
     booking = answer.pop("booking")
     explanation = answer.pop("explanation")
-    plain = {"dp_rank": 0, "overlap_blocks": 0, "retokenizes": False}
+    plain = {"dp_rank": 0, "overlap_blocks": 0, "retokenizes": False, "content": ""}
     assert answer == {
         "lease_s": 120.0,
         "model": "m",

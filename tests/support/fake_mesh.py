@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from mesh.plane.client import Consumer
-from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, UnreachableError
+from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OtherWeightsError, UnreachableError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     CandidateReport,
@@ -47,7 +47,13 @@ class FakeWorker:
     """One script per call; the last is played again and again. Without a script it answers to the end."""
 
     def __init__(
-        self, name: str, role: Role, *scripts: Sequence[Step], overlap_blocks: int = 0, retokenizes: bool = False
+        self,
+        name: str,
+        role: Role,
+        *scripts: Sequence[Step],
+        overlap_blocks: int = 0,
+        retokenizes: bool = False,
+        content: str = "",
     ) -> None:
         worker_id = WorkerId(f"{name}-id")
         self.target = Target(
@@ -56,6 +62,7 @@ class FakeWorker:
             address=f"{name}:1",
             overlap_blocks=overlap_blocks,
             retokenizes=retokenizes,
+            content=content,
         )
         self.role = role
         self.scripts = list(scripts)
@@ -159,6 +166,9 @@ class FakeMesh:
         prefillers = [w for w in allowed if w.role is Role.PREFILL]
         if not decoders:
             raise NoWorkerError("no worker is ready")
+        decoders = [w for w in decoders if not request.content or w.target.content in ("", request.content)]
+        if not decoders:
+            raise OtherWeightsError("none has these weights")
         prefill = prefillers[0].target if prefillers else None
         explanation = explanation_of(decoders[0].target.name) if request.explain else None
         return Placed(decode=decoders[0].target, prefill=prefill, reason="a script", explanation=explanation)

@@ -4,15 +4,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import workers.loaded_content as loaded_content
 import workers.weights_hash as weights_hash
+from protocol.errors import StaleCardError
 from protocol.kv_content import PENDING
 from tests.support.patience import PATIENCE_S
-from workers.loaded_content import LoadedContent, content_with
+from workers.loaded_content import KvContent, LoadedContent, check_card, content_with
 from workers.weights_hash import FileState, WeightsHasher, cache_folder, content_files
 
 OLD_S = 3600.0  # age of files whose hashes are kept
@@ -280,3 +282,26 @@ def test_an_adapter_has_a_fingerprint_on_its_weights() -> None:
     assert content_with("v", [("poet", "a")]).of("poet") != one.of("poet")
     assert content_with(PENDING, [("poet", "a")]).of("poet") == PENDING
     assert content_with("w", [("poet", PENDING)]).of("poet") == PENDING
+
+
+@pytest.mark.parametrize(
+    ("chosen_by", "now", "is_stale"),
+    [
+        ("x", "x", False),
+        ("x", "y", True),
+        ("x", PENDING, True),
+        ("x", "", False),
+        ("", "y", False),
+        (PENDING, "y", False),
+    ],
+)
+def test_a_request_for_other_weights_is_refused(chosen_by: str, now: str, is_stale: bool) -> None:
+    with pytest.raises(StaleCardError, match="than its card said") if is_stale else nullcontext():
+        check_card(chosen_by, KvContent(now), None)
+
+
+def test_a_request_for_an_adapter_that_was_replaced_is_refused() -> None:
+    content = KvContent("x", (("poet", "b"),))
+    check_card("b", content, "poet")
+    with pytest.raises(StaleCardError):
+        check_card("a", content, "poet")
