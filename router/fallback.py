@@ -12,6 +12,7 @@ from protocol.ids import WorkerId
 from protocol.messages import Placed, Role, RouteRequest, WorkerCard
 from router.feeds import WorkerNews
 from router.pairing import may_continue, why_apart
+from router.refusal import none_continues
 
 REASON = "no router answers: fewest requests of this frontend"
 DECODING = (Role.DECODE, Role.AGGREGATED)
@@ -37,6 +38,9 @@ class FallbackRouter:
         """Return where the request runs. Raise NoWorkerError, OverloadedError."""
         decode = self._choose(request, DECODING)
         if decode is None:
+            able = [card for card in self._cards.values() if card.role in DECODING and card.model == request.model]
+            if (error := none_continues(able, request)) is not None:
+                raise error
             raise NoWorkerError(
                 f"no worker of the model {request.model!r} is ready, and no router answers",
                 hint="start one: `python -m router`",

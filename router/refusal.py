@@ -14,10 +14,8 @@ def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerErr
     serving = [card for card in cards if card.model == model]
     decoders = [card for card in serving if card.role is not Role.PREFILL]
     able = [card for card in decoders if lora is None or lora in card.loras]
-    left = [card for card in able if card.worker_id not in request.exclude]
-    if left and not any(may_continue(card, request) for card in left):
-        problem = f"no worker of the model {wanted} has the weights with which this answer began: none continues it"
-        return OtherWeightsError(problem, hint="send the request again")
+    if (error := none_continues(able, request)) is not None:
+        return error
     able = [card for card in able if may_continue(card, request)]
     if request.pin is not None:
         return _not_pinned(request, wanted, able)
@@ -37,6 +35,17 @@ def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerErr
     others = _listed({card.model for card in cards})
     problem = f"no worker of the model {wanted} is ready; models with workers: {others}"
     return NoWorkerError(problem, hint="start one: `kvmesh up`, or `python -m workers`")
+
+
+def none_continues(able: Collection[WorkerCard], request: RouteRequest) -> OtherWeightsError | None:
+    """Return the error for an answer that all workers that are left would continue with other weights."""
+    left = [card for card in able if card.worker_id not in request.exclude]
+    if not left or any(may_continue(card, request) for card in left):
+        return None
+    problem = (
+        f"no worker of the model {request.model!r} has the weights with which this answer began: none continues it"
+    )
+    return OtherWeightsError(problem, hint="send the request again")
 
 
 def _not_pinned(request: RouteRequest, wanted: str, able: Sequence[WorkerCard]) -> NoWorkerError:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from protocol.errors import NoWorkerError, OverloadedError
+from protocol.errors import NoWorkerError, OtherWeightsError, OverloadedError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Role, RouteRequest, WorkerCard
 from router.fallback import FULL_TIMES, LONG_TOKENS, FallbackRouter
@@ -53,6 +53,13 @@ def test_workers_that_have_failed_the_request_are_left_out() -> None:
     assert {router.place(request(exclude=("a",))).decode.worker_id for _ in range(5)} == {"b"}
     with pytest.raises(NoWorkerError, match="no router answers"):
         router.place(request(exclude=("a", "b")))
+
+
+def test_an_answer_continues_on_equal_weights_alone() -> None:
+    router = router_of(card("a", content_fingerprint="x"), card("b", content_fingerprint="y"))
+    assert {router.place(request(content="x")).decode.worker_id for _ in range(5)} == {"a"}
+    with pytest.raises(OtherWeightsError, match="none continues it"):
+        router.place(request(content="x", exclude=("a",)))
 
 
 @pytest.mark.parametrize(
