@@ -75,7 +75,9 @@ class GarbagePauses:
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._began_s = time.thread_time()
-        elif gc.get_freeze_count() or sys._getframe(1).f_code is not mesh.lifecycle.settle.__code__:
+            return
+        caller = sys._getframe().f_back  # None when the interpreter collects at its exit
+        if gc.get_freeze_count() or caller is None or caller.f_code is not mesh.lifecycle.settle.__code__:
             self.longest_s = max(self.longest_s, time.thread_time() - self._began_s)
 
 

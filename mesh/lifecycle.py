@@ -203,11 +203,10 @@ def _end_anyway(code: int) -> None:
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
-        import uvloop
-    except ImportError:
+        from mesh.event_loop import ServiceLoop
+    except ImportError:  # uvloop is not installed
         return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+    return ServiceLoop
 
 
 def _report(error: Exception) -> int:

@@ -474,9 +474,7 @@ class PlaneClient:
         except OSError as error:
             raise refused_by(address, error, is_expired=credentials.member.expires_at_s < time.time()) from error
         finally:
-            if link is None:
-                raw.close()
-            elif not link.has_answered:
+            if link is not None and not link.has_answered:
                 link.abort("the connection was not made")
 
     def _forget(self, link: Link) -> None:

@@ -104,6 +104,12 @@ assert first_s == 0.0 and pauses.longest_s > 0.0, (first_s, pauses.longest_s)
     assert done.returncode == 0, done.stderr
 
 
+def test_the_collection_at_exit_is_measured_without_an_error() -> None:
+    script = "from faults.inside import GarbagePauses; pauses = GarbagePauses()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_sizes_of_a_process_are_read_from_the_system() -> None:
     before = read_sizes(os.getpid())
     with ExitStack() as kept:

@@ -1,8 +1,13 @@
 """Test the run from main(stop) to an exit code, in real processes with real signals."""
 
 import asyncio
+import gc
 import os
+import select
 import signal
+import socket
+import ssl
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -232,3 +237,31 @@ def test_an_expired_certificate_is_no_lasting_problem(capsys: pytest.CaptureFixt
 
     assert lifecycle.run(main) == lifecycle.EXIT_FAILED, "its supervisor starts it again"
     assert "it has expired" in capsys.readouterr().err
+
+
+RESETS = struct.pack("ii", 1, 0)  # SO_LINGER: closing the socket resets the connection
+
+
+def test_a_connection_reset_at_its_start_is_closed_once() -> None:
+    async def main(stop: asyncio.Event) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            theirs, _ = server.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
+        theirs.close()
+        assert select.select([ours], [], [], PATIENCE_S)[0], "the reset has arrived"
+        number = ours.fileno()
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        with pytest.raises(ConnectionError):
+            await asyncio.get_running_loop().create_connection(
+                asyncio.Protocol, sock=ours, ssl=tls, server_hostname="localhost"
+            )
+        reused = os.eventfd(0)  # ZMQ opens one for each of its sockets
+        assert reused == number
+        del ours
+        for _ in range(3):  # turns in which the loop forgets the connection
+            await asyncio.sleep(0)
+        gc.collect()
+        os.close(reused)  # raises OSError if it was closed already
+
+    assert lifecycle.run(main) == 0
