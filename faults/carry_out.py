@@ -1,9 +1,11 @@
 """Carry faults out on a running mesh, each at its time, and say what was done when."""
 
 import asyncio
+import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +27,7 @@ from faults.zmtp import EventTrouble
 from protocol.errors import MeshError
 
 RESTARTED_S = 30.0  # a process that got a SIGTERM has started again by then
+STARTED_S = 10.0  # a process that read its certificate before it was renewed has ended by then
 POLL_S = 0.05
 FILLER_BYTES = 1 << 16
 ENDS_PROCESSES = ("kill", "memory_limit", "restart", "rolling", "engine_raise", "engine_stall")
@@ -242,7 +245,7 @@ class Machine:
         """Give a process a certificate that expires soon; then have all its connections made again."""
         certificates = self._mesh.certificates
         assert certificates is not None, "only a closed mesh is planned to have this fault"
-        self._mesh.expired.add(name)
+        self._mesh.expired_until_s[name] = math.inf
         await asyncio.to_thread(certificates.renew, name, SHORT_LIFE_S)
         await asyncio.sleep(SHORT_LIFE_S + 1.0)  # an expiry is in whole seconds
         self._mesh.reset(name)
@@ -250,7 +253,7 @@ class Machine:
     async def _renew(self, name: str) -> None:
         if self._mesh.certificates is not None:
             await asyncio.to_thread(self._mesh.certificates.renew, name)
-        self._mesh.expired.discard(name)
+        self._mesh.expired_until_s[name] = time.monotonic() + STARTED_S
 
     # --- weights --------------------------------------------------------------------------------------
 

@@ -53,7 +53,9 @@ class FaultsMesh:
         self._seed = seed
         self._without = without
         self.ended: list[str] = []  # processes that ended, oldest first: what the supervisor says of each
-        self.expired: set[str] = set()  # processes whose certificate has expired, or is about to
+        self.expired_until_s: dict[
+            str, float
+        ] = {}  # when a process may still start with a certificate that has expired
         self.supervisor = Supervisor(self.logs, self._on_line)
         self.names = [name for role in (ROUTER, PREFILL, DECODE, FRONTEND) for name in self.of_role(role)]
         self.models = {
@@ -179,7 +181,8 @@ class FaultsMesh:
 
     def _on_line(self, line: str) -> None:
         name, _, what = line.partition(" ")
-        if not (name in self.expired and what.startswith("ended with exit code 1,")):  # it refuses to start, rightly
+        is_expired = time.monotonic() < self.expired_until_s.get(name, 0.0)
+        if not (is_expired and what.startswith("ended with exit code 1,")):  # it refuses to start, rightly
             self.ended.append(line)
         self.tell(line)
 
