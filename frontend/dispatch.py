@@ -470,7 +470,9 @@ class _Failures:
 
     def _waits_until(self) -> float:
         returns = [self._presence.waits_until(failed) for failed in self._failed.values()]
-        return max(*returns, self._presence.waits_for_model(self._model, self._pin), NEVER)
+        if self._pin is None:  # else only the pinned worker helps
+            returns.append(self._presence.waits_for_model(self._model))
+        return max(returns, default=NEVER)
 
     def _nobody_left(self) -> MeshError:
         if isinstance(self.problem, EngineError):

@@ -56,11 +56,8 @@ class Presence(Protocol):
         """Return until when a request may wait for this worker, or for one of its name. NEVER: it does not come."""
         ...
 
-    def waits_for_model(self, model: str, pin: str | None = None) -> float:
-        """Return until when a request may wait for a worker of the model that is being started again, as above.
-
-        With `pin`, only the worker of that name counts.
-        """
+    def waits_for_model(self, model: str) -> float:
+        """Return until when a request may wait for a worker of the model that is being started again, as above."""
         ...
 
     async def news(self, timeout_s: float) -> None:
@@ -74,7 +71,7 @@ class NobodyReturns:
     def waits_until(self, failed: FailedWorker) -> float:
         return NEVER
 
-    def waits_for_model(self, model: str, pin: str | None = None) -> float:
+    def waits_for_model(self, model: str) -> float:
         return NEVER
 
     async def news(self, timeout_s: float) -> None:
@@ -97,9 +94,9 @@ class MeshPresence:
             return _of_one_that_is_there(failed, is_kept=self._is_kept(failed.name))
         return self._waits_for_next(failed.name)
 
-    def waits_for_model(self, model: str, pin: str | None = None) -> float:
-        names = [name for name, its_model in self._models.items() if its_model == model and pin in (None, name)]
-        return max((self._waits_for_next(name) for name in names if self._is_kept(name)), default=NEVER)
+    def waits_for_model(self, model: str) -> float:
+        names = [name for name, its_model in self._models.items() if its_model == model and self._is_kept(name)]
+        return max(map(self._waits_for_next, names), default=NEVER)
 
     def _waits_for_next(self, name: str) -> float:
         """Return until when to wait for the next worker of a name."""

@@ -109,8 +109,6 @@ async def test_a_model_is_waited_for_while_its_worker_is_started_again(site: Sit
     site.join("d-1")
     site.news.leave(WorkerId("d-1"))
     assert site.presence.waits_for_model(model) == math.inf
-    assert site.presence.waits_for_model(model, "d") == math.inf
-    assert site.presence.waits_for_model(model, "c") == NEVER
     assert site.presence.waits_for_model("another") == NEVER
     site.join("d-2")
     assert site.presence.waits_for_model(model) <= asyncio.get_running_loop().time() + NEWS_S
