@@ -112,10 +112,9 @@ class ChatTemplate:
         return _up_to_mark(text) if continue_final_message else text
 
     def _text(self, values: Mapping[str, Any]) -> str:
-        """Render as jinja2's `Template.render` does, but leave no cycles: megabytes of messages would wait for a search.
+        """Render as jinja2's `Template.render` does, but leave no cycles: megabytes of messages would stay in them.
 
-        A macro refers to its context, and the context to the macro. The tracebacks that jinja2 makes up for errors refer
-        to themselves.
+        A macro refers to its context, and the context to the macro. A traceback that jinja2 makes up refers to itself.
         """
         template = self._template
         context = template.new_context(dict(values))
