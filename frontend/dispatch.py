@@ -113,7 +113,7 @@ class Dispatcher:
         task = _Generation(request, hints, trace, deadline, consumer, list(request.generated))
         if trace.record is not None:
             trace.record.generated = task.generated
-        failures = task.failures = _Failures(request.model, task.generated, deadline, self._presence)
+        failures = task.failures = _Failures(request.model, hints.pin, task.generated, deadline, self._presence)
         try:
             await self._elsewhere(request, lambda failed: self._generate(task, failed), failures)
         finally:
@@ -133,7 +133,7 @@ class Dispatcher:
         self, request: EmbedRequest, hints: Hints, deadline: float, record: AnswerRecord | None = None
     ) -> Embedding:
         """Implements frontend.generator.Generator."""
-        failures = _Failures(request.model, (), deadline, self._presence)
+        failures = _Failures(request.model, hints.pin, (), deadline, self._presence)
         if record is not None and record.is_sampled:
             hints = msgspec.structs.replace(hints, explain=True)
         return await self._elsewhere(
@@ -408,11 +408,14 @@ class _Failures:
     """Counts what has failed a request, and decides whether it may be tried again."""
 
     __slots__ = ("_attempts", "_deadline", "_engine_failures", "_failed", "_generated", "_lost_again", "_model",
-        "_presence", "ended", "excluded", "problem", "trial", "workers")  # fmt: skip
+        "_pin", "_presence", "ended", "excluded", "problem", "trial", "workers")  # fmt: skip
 
-    def __init__(self, model: str, generated: Sequence[int], deadline: float, presence: Presence) -> None:
+    def __init__(
+        self, model: str, pin: str | None, generated: Sequence[int], deadline: float, presence: Presence
+    ) -> None:
         """Begin without failures. `generated` grows with the answer."""
         self._model = model
+        self._pin = pin
         self._generated = generated
         self._deadline = deadline
         self._presence = presence
@@ -466,21 +469,25 @@ class _Failures:
 
         Workers that were lost may be tried again then: perhaps only the network was away.
         """
-        if self.problem is None:
-            raise refusal
         for error in (self.problem, refusal):
             if isinstance(error, OverloadedError) and not self._generated:
                 raise error from None  # refused early: the caller may come back, nothing was begun
         now = asyncio.get_running_loop().time()
-        until_s = max((self._presence.waits_until(failed) for failed in self._failed.values()), default=NEVER)
-        if now >= until_s:
-            raise (refusal if isinstance(refusal, OtherWeightsError) else self._nobody_left()) from None
+        if now >= self._waits_until():
+            is_last = self.problem is None or isinstance(refusal, OtherWeightsError)
+            raise (refusal if is_last else self._nobody_left()) from None
         if now >= self._deadline:
             raise DeadlineExceededError(f"no worker of the model {self._model!r} came back in time") from None
         if isinstance(refusal, NoWorkerError) and now >= self._lost_again:
             self._lost_again = now + LOST_AGAIN_S
             lost = {one.worker_id for one in self._failed.values() if isinstance(one.reason, MAY_RETURN)}
             self.excluded = [worker_id for worker_id in self.excluded if worker_id not in lost]
+
+    def _waits_until(self) -> float:
+        returns = [self._presence.waits_until(failed) for failed in self._failed.values()]
+        if self._pin is None:  # else only the pinned worker helps
+            returns.append(self._presence.waits_for_model(self._model))
+        return max(returns, default=NEVER)
 
     def _nobody_left(self) -> MeshError:
         if isinstance(self.problem, EngineError):

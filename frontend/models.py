@@ -103,6 +103,10 @@ class ServedModel:
             self._compare()
         self.ready = self.ready and bool(self.cards)
 
+    @property
+    def is_loaded(self) -> bool:
+        return self.loading is not None and self.loading.done() and not _failed(self.loading)
+
     def _compare(self) -> None:
         problems = [parser_problem(card) for card in self.cards.values()]
         told = [facts_of(card) for card, problem in zip(self.cards.values(), problems, strict=True) if not problem]
@@ -147,6 +151,7 @@ class ModelRegistry:
         self._tokenizers: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by sha256 of tokenizer.json
         self._tokenizer_lock = asyncio.Lock()  # models that share a tokenizer may be loaded at once
         self._hold_until = 0.0
+        self.is_awaited: Callable[[str], bool] = lambda model: False  # one of its workers is being started again
         self._served: dict[str, ServedModel] = {}
         self._model_of: dict[WorkerId, str] = {}
 
@@ -175,15 +180,26 @@ class ModelRegistry:
     async def get(self, name: str) -> Model:
         """Return the model, or the adapter, called `name`.
 
+        A model without a worker is returned if it is loaded and one of its workers is awaited: the dispatcher waits.
         Raise UnknownModelError, NoWorkerError, or ConfigError if the model's folder cannot be read.
         """
         while not self._knows(name) and self._now() < self._hold_until:  # noqa: ASYNC110 - only after the start
             await asyncio.sleep(HELD_LOOK_S)
-        task = self._load(served := self.find_ready(name))
+        task = self._load(served := self._find_usable(name))
         model = task.result() if task.done() else await asyncio.shield(task)  # others wait for it as well
         if name == model.name and served.features == model.features:
             return model
         return replace(model, name=name, lora=None if name == model.name else name, features=served.features)
+
+    def _find_usable(self, name: str) -> ServedModel:
+        """Return a model that is ready, or is loaded and will be ready again. Raise as `find_ready` does."""
+        try:
+            return self.find_ready(name)
+        except NoWorkerError:
+            served = self._served.get(name) or self._with_lora(name)
+            if served is None or served.problem or not served.is_loaded or not self.is_awaited(served.name):
+                raise
+            return served
 
     def load_early(self, card: WorkerCard) -> None:
         """Load the model of a worker that has just joined, so that the first request need not wait for it."""

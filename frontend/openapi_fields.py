@@ -409,7 +409,7 @@ SENTENCES: Mapping[str, str] = {
     "is_profiling": "Whether the worker's own profiler runs.",
     "log_level": "The level from which on the worker logs.",
     "quiet_s": "Seconds since the worker last had a request, or its engine last gave a token to a canary.",
-    "WorkerStatus.problem": "Why the worker can serve no more, or an empty text.",
+    "WorkerStatus.problem": "What is wrong with the worker's engine or with its KV events, or an empty text.",
     "WorkerControl.action": "What the worker is to do.",
     "WorkerControl.arguments": "The arguments of the action: `role`, `level`, `name`, `path`, `tiers`.",
     "WorkerControlled.detail": "What was done, in words.",

@@ -1,4 +1,4 @@
-"""Decide how long a request that lost its workers waits for one to come back. Pure but for the wait for news.
+"""Decide how long a request without a worker waits for one to come back. Pure but for the wait for news.
 
 A worker comes back if it is still in the mesh, because then only the network was away, or if the owner of its process
 starts it again: `kvmesh up` shows which workers it keeps (`kept/`). Otherwise waiting helps nobody.
@@ -15,7 +15,7 @@ from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import is_refused
 from protocol.errors import DrainingError, MeshError, PeerLostError, StaleCardError, UnreachableError, WireError
 from protocol.ids import WorkerId
-from protocol.messages import KeptCard, WorkerCard, decode
+from protocol.messages import KeptCard, Role, WorkerCard, decode
 from router.feeds import WorkerNews
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,10 @@ class Presence(Protocol):
         """Return until when a request may wait for this worker, or for one of its name. NEVER: it does not come."""
         ...
 
+    def waits_for_model(self, model: str) -> float:
+        """Return until when a request may wait for a worker of the model that is being started again, as above."""
+        ...
+
     async def news(self, timeout_s: float) -> None:
         """Return when a worker has come or gone, or after `timeout_s`."""
         ...
@@ -66,6 +70,9 @@ class NobodyReturns:
     """Implements Presence where nothing is known of workers."""
 
     def waits_until(self, failed: FailedWorker) -> float:
+        return NEVER
+
+    def waits_for_model(self, model: str) -> float:
         return NEVER
 
     async def news(self, timeout_s: float) -> None:
@@ -79,18 +86,32 @@ class MeshPresence:
         self._resting = resting
         self._joined: dict[WorkerId, tuple[str, float]] = {}  # name, and when
         self._kept: dict[str, frozenset[str]] = {}  # names, by key of the owner
+        self._models: dict[str, str] = {}  # by name of a worker that answers, also while it is started again
         self._news = asyncio.Event()
         workers.listen(self._join, self._leave)
 
     def waits_until(self, failed: FailedWorker) -> float:
-        is_kept = any(failed.name in names for names in self._kept.values())
-        if any(card.name == failed.name for card in self._resting.values()):
+        if failed.worker_id in self._joined and not self._rests(failed.name):
+            return _of_one_that_is_there(failed, is_kept=self._is_kept(failed.name))
+        return self._waits_for_next(failed.name)
+
+    def waits_for_model(self, model: str) -> float:
+        names = [name for name, its_model in self._models.items() if its_model == model and self._is_kept(name)]
+        return max(map(self._waits_for_next, names), default=NEVER)
+
+    def _waits_for_next(self, name: str) -> float:
+        """Return until when to wait for the next worker of a name."""
+        if self._rests(name):
             return NEVER
-        if failed.worker_id in self._joined:
-            return _of_one_that_is_there(failed, is_kept=is_kept)
-        if replaced := [at_s for name, at_s in self._joined.values() if name == failed.name]:
-            return max(replaced) + NEWS_S  # the router may not know it yet
-        return math.inf if is_kept else NEVER
+        if joined := [at_s for its_name, at_s in self._joined.values() if its_name == name]:
+            return max(joined) + NEWS_S  # the router may not know it yet
+        return math.inf if self._is_kept(name) else NEVER
+
+    def _is_kept(self, name: str) -> bool:
+        return any(name in names for names in self._kept.values())
+
+    def _rests(self, name: str) -> bool:
+        return any(card.name == name for card in self._resting.values())
 
     async def news(self, timeout_s: float) -> None:
         try:
@@ -108,6 +129,9 @@ class MeshPresence:
                 self._kept[change.key] = frozenset(decode(change.value, KeptCard).workers)
             except WireError as error:
                 log.warning("a notice of an owner of workers cannot be read: %s", error)
+        there = {name for name, _ in self._joined.values()}
+        for name in [name for name in self._models if name not in there and not self._is_kept(name)]:
+            del self._models[name]
         self._tell()
 
     async def run(self, discovery: Discovery) -> None:
@@ -116,12 +140,18 @@ class MeshPresence:
             self.on_notice(change)
 
     def _join(self, card: WorkerCard) -> None:
+        if card.role is not Role.PREFILL:
+            self._models[card.name] = card.model
+        else:
+            self._models.pop(card.name, None)
         if card.worker_id not in self._joined:
             self._joined[card.worker_id] = card.name, asyncio.get_running_loop().time()
         self._tell()  # also of a new card: its worker may take requests again that its old one has misled
 
     def _leave(self, worker_id: WorkerId) -> None:
-        self._joined.pop(worker_id, None)
+        name, _ = self._joined.pop(worker_id, ("", 0.0))
+        if not self._is_kept(name):
+            self._models.pop(name, None)
         self._tell()
 
     def _tell(self) -> None:

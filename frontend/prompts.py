@@ -128,19 +128,14 @@ def _rendered(template: ChatTemplate, chat: Chat, parsed: ParsedRequest) -> str:
 async def completion_prompt(parsed: ParsedRequest, model: Model, prompt: str | Sequence[int]) -> TokenizedPrompt:
     """Return the prompt of a text completion. Raise InvalidRequestError, PromptTooLongError."""
     if not isinstance(prompt, str):
+        answer_limit(parsed, model.context_tokens, len(prompt))  # first: what cannot fit is neither packed nor decoded
         tokens = given_tokens(prompt, model, parsed.names.prompt)
         if parsed.suffix:
             raise InvalidRequestError("'suffix' needs a prompt of text", param="suffix")
-        return TokenizedPrompt(tokens, text=_decoded(parsed, model, prompt) if parsed.echo else "")
+        return TokenizedPrompt(tokens, text=model.tokenizer.decode(list(prompt)) if parsed.echo else "")
     text = with_suffix(prompt, parsed.suffix, model) if parsed.suffix else prompt
     tokens = await text_tokens(text, model, parsed.names.prompt, parsed.cache_salt)
     return TokenizedPrompt(tokens, text=prompt if parsed.echo else "")
-
-
-def _decoded(parsed: ParsedRequest, model: Model, prompt: Sequence[int]) -> str:
-    """Return the text of a prompt, which is checked first: what cannot fit is not decoded."""
-    answer_limit(parsed, model.context_tokens, len(prompt))
-    return model.tokenizer.decode(list(prompt))
 
 
 def given_tokens(token_ids: Sequence[int], model: Model, param: str) -> bytes:

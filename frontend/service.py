@@ -31,7 +31,7 @@ from frontend.keys.tokens import TokenRules, TokenVerifier
 from frontend.live.opening import live_page, live_parts
 from frontend.model_files import ModelFolders, default_cache_dir
 from frontend.models import ModelRegistry
-from frontend.presence import MeshPresence
+from frontend.presence import NEVER, MeshPresence
 from frontend.responses.opening import check_setting, open_store
 from frontend.responses.retention import StoreLimits
 from frontend.responses.state import KeptResponses
@@ -94,6 +94,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         async with asyncio.TaskGroup() as feeds:
             search = partial(searched, workers, models, down := DownWorkers())
             presence = MeshPresence(workers, workers.resting)
+            models.is_awaited = lambda model: presence.waits_for_model(model) > NEVER
             follow = follow_workers(feeds, workers, down, discovery, models)
             follow.append(feeds.create_task(presence.run(discovery), name="frontend: follow owners of workers"))
             opened = await open_router(config, router_config, plane, workers, discovery, cleanup)

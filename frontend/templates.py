@@ -97,7 +97,7 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            text = limited(lambda: self._template.render(values))
+            text = limited(lambda: self._text(values))
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {str(error)[:MAX_REFUSAL_CHARS]}", param=param
@@ -110,6 +110,19 @@ class ChatTemplate:
                 param=param,
             ) from error
         return _up_to_mark(text) if continue_final_message else text
+
+    def _text(self, values: Mapping[str, Any]) -> str:
+        """Render as jinja2's `Template.render` does, but leave no cycles: megabytes of messages would stay in them.
+
+        A macro refers to its context, and the context to the macro. A traceback that jinja2 makes up refers to itself.
+        """
+        template = self._template
+        context = template.new_context(dict(values))
+        try:
+            return template.environment.concat(template.root_render_func(context))
+        finally:
+            context.vars.clear()
+            context.parent.clear()
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         """Return the message without nulls, as transformers passes it. `developer` is `system` to templates before that

@@ -110,18 +110,26 @@ async def make_stream(stream: JetStreamContext) -> None:
         await stream.stream_info(STREAM)
 
 
-async def until_it_works(action: Callable[[], Awaitable[T]], what: str) -> T:
-    """Repeat `action` until it succeeds, first soon, then every two seconds. Log the first failure as a warning."""
+async def until_it_works(action: Callable[[], Awaitable[T]], what: str, on_problem: Callable[[str], object] = str) -> T:
+    """Repeat `action` until it succeeds, first soon, then every two seconds. Log the first failure as a warning.
+
+    `on_problem` is called with the reason of each failure, and with "" after a success.
+    """
     wait_s, longest_s = _RETRY_S
     is_said = False
     while True:
         try:
-            return await action()
+            result = await action()
         except nats.errors.MaxPayloadError:
             raise
         except FAILURES as error:
-            log.log(logging.DEBUG if is_said else logging.WARNING, "%s: %s; trying again", what, _reason(error))
+            problem = f"{what}: {_reason(error)}"
+            on_problem(problem)
+            log.log(logging.DEBUG if is_said else logging.WARNING, "%s; trying again", problem)
             is_said = True
+        else:
+            on_problem("")
+            return result
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, longest_s)
 

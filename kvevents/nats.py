@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import nats.errors
 import nats.js.errors
@@ -67,6 +68,7 @@ class NatsKvEventPublisher:
         self._subject = f"{jetstream.SUBJECTS}.{whose}{token(worker_id)}.{dp_rank}.{self._id}"
         self.endpoint = f"{self._access.url}/{self._subject}"
         self.lost = 0
+        self.problem = f"no NATS server answers at {self._access.url} yet"
         self._dp_rank = dp_rank
         self._max_batches = max_queued_batches
         self._max_bytes = max_queued_bytes
@@ -114,8 +116,9 @@ class NatsKvEventPublisher:
     async def _run(self) -> None:
         client = Client()
         try:
-            stream = await jetstream.connect(client, self._access)
-            await jetstream.until_it_works(lambda: jetstream.make_stream(stream), "no stream for KV events")
+            stream = await jetstream.connect(client, self._access, self._on_interruption)
+            make = partial(jetstream.make_stream, stream)
+            await jetstream.until_it_works(make, "no stream for KV events", self._note_problem)
             while True:
                 while self._queue:
                     await self._send(stream, self._queue[0])
@@ -128,11 +131,18 @@ class NatsKvEventPublisher:
     async def _send(self, stream: JetStreamContext, batch: "_Batch") -> None:
         """Send one batch until the server has stored it. One batch at a time keeps their order in the stream."""
         try:
-            await jetstream.until_it_works(lambda: self._store(stream, batch), f"{self.endpoint} stores no KV events")
+            store = partial(self._store, stream, batch)
+            await jetstream.until_it_works(store, f"{self.endpoint} stores no KV events", self._note_problem)
         except nats.errors.MaxPayloadError:
             self._count_loss(f"a batch of {len(batch.payload)} bytes is over the server's max_payload")
         if self._queue and self._queue[0] is batch:  # else it was dropped meanwhile
             self._drop_first()
+
+    def _note_problem(self, problem: str) -> None:
+        self.problem = problem
+
+    def _on_interruption(self, is_over: bool) -> None:
+        self.problem = "" if is_over else f"the connection to NATS at {self._access.url} is lost"
 
     async def _store(self, stream: JetStreamContext, batch: "_Batch") -> None:
         headers = {jetstream.NUMBER_HEADER: f"{self._id}-{batch.seq}"}
@@ -161,6 +171,10 @@ class NatsLink:
         self._listener = listener
         server.listeners[subject] = listener
 
+    @property
+    def is_up(self) -> bool:
+        return self._server.is_up
+
     async def replay(self, start: int, take: TakeBatch, silence_s: float) -> None:
         await self._server.replay(self._subject, start, take, silence_s)
 
@@ -183,6 +197,11 @@ class NatsServer:
         self._pull: jetstream.PullSubscription | None = None
         self._unacknowledged: Msg | None = None  # the last message; its acknowledgement covers all before it
         self._task = _begin(self._run(), f"follow kv events of {access.url}")
+
+    @property
+    def is_up(self) -> bool:
+        """Return whether the server is connected and has a stream and a consumer for us."""
+        return self._is_ready.is_set()
 
     async def replay(self, subject: str, start: int, take: TakeBatch, silence_s: float) -> None:
         """Replay batches of `subject`, as kvevents.transport.EventLink says."""
@@ -214,6 +233,7 @@ class NatsServer:
                 for listener in list(self.listeners.values()):
                     listener.on_reconnected()
                 await self._follow(consumer.name)
+                self._is_ready.clear()
         finally:
             await jetstream.disconnect(self._client)
 

@@ -41,6 +41,8 @@ class KvEventPublisher:
     both, for subscribers on other hosts. With `door` and `keys`, both sockets take only followers that the door admits.
     """
 
+    problem = ""
+
     def __init__(
         self,
         bind: str = "tcp://127.0.0.1:*",

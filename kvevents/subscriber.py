@@ -115,7 +115,7 @@ class KvEventSubscriber:
             self._feeds.pop(key).close()
 
     def is_live(self, worker_id: WorkerId, dp_rank: int = 0) -> bool:
-        """Return whether all batches known to be published there were delivered."""
+        """Return whether the transport works, and all batches known to be published there were delivered."""
         feed = self._feeds.get((worker_id, dp_rank))
         return feed is not None and feed.is_live
 
@@ -203,7 +203,7 @@ class _Feed:
 
     @property
     def is_live(self) -> bool:
-        return self._cursor.mode is Mode.LIVE and not self._is_resting
+        return self._cursor.mode is Mode.LIVE and not self._is_resting and self._link.is_up
 
     @property
     def position(self) -> Position | None:

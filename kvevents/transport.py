@@ -43,6 +43,7 @@ class Publisher(Protocol):
 
     endpoint: str  # for KvSource
     replay_endpoint: str
+    problem: str  # why followers get no events, "" for nothing
 
     @property
     def last_seq(self) -> int:
@@ -77,6 +78,10 @@ class EventLink(Protocol):
 
     can_replay: bool
     numbers_restart: bool  # see kvevents.cursor.Cursor
+
+    @property
+    def is_up(self) -> bool:
+        """Return whether new batches can arrive. False: the transport itself does not work."""
 
     async def replay(self, start: int, take: TakeBatch, silence_s: float) -> None:
         """Give `take` all kept batches from `start` on, in order, until there are no more or `take` has enough.

@@ -22,6 +22,7 @@ class ZmqLink:
     """Implements kvevents.transport.EventLink."""
 
     numbers_restart = True
+    is_up = True  # ZMQ connects again by itself, and a worker that is away leaves the mesh
 
     def __init__(self, source: KvSource, listener: Listener, keys: KeyPair | None = None) -> None:
         """Follow a source; `keys` are the follower's own. Raises ConfigError, also for open events where keys count."""

@@ -689,7 +689,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_profiling: bool = False
     log_level: str = ""
     quiet_s: float = 0.0  # since its engine last gave a token
-    problem: str = ""  # why it can serve no more, "" for nothing
+    problem: str = ""  # what is wrong with its engine or its KV events, "" for nothing
 
 
 class ControlReply(Message, frozen=True):

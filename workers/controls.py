@@ -115,11 +115,6 @@ class WorkerControls:
 
     def status(self) -> WorkerStatus:
         load = self._engine.load()
-        problem = ""
-        try:
-            self._check_health()
-        except MeshError as error:
-            problem = str(error)
         return WorkerStatus(
             state=self.state,
             running=load.running,
@@ -130,8 +125,17 @@ class WorkerControls:
             is_profiling=self._profile.is_on,
             log_level=logging.getLevelName(logging.getLogger().level).lower(),
             quiet_s=round(self._quiet_s(), 1),
-            problem=problem,
+            problem=self._problem(),
         )
+
+    def _problem(self) -> str:
+        """Return what is wrong with the engine, or with its KV events; "" for nothing."""
+        try:
+            self._check_health()
+        except MeshError as error:
+            return str(error)
+        publishers = self._place.publishers if self._info().tells_events else ()
+        return next((f"routers miss its KV events: {one.problem}" for one in publishers if one.problem), "")
 
 
 class LoopProfile:

@@ -46,6 +46,8 @@ TLS_HANDSHAKE_S = 10.0
 TLS_GOODBYE_S = 2.0  # for the client to close too
 FIRST_ASK_S = 1.0  # in which a client that has just connected sends its request
 LOOK_S = 0.02  # between looks whether connections are idle
+LONG_BODY_BYTES = 256 << 10  # a handler reads so much at once, which holds the event loop up for milliseconds
+LONG_BODY_PAUSE_S = 0.002  # before each long body, in which the event loop belongs to the other requests
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -198,6 +200,7 @@ class Server:
         self._sweep: asyncio.TimerHandle | None = None
         self._unflushed: list[Channel] = []
         self._most_connections = 0  # since memory was given back
+        self._long_bodies = asyncio.Lock()
 
     def flush_soon(self, connection: Channel) -> None:
         """Flush the stream of `connection` at the end of this turn."""
@@ -282,6 +285,9 @@ class Server:
             route = self._app.find(request)
             if request.encodings:
                 await request.decode_body(self.max_body_bytes)
+            if len(request.body) > LONG_BODY_BYTES:
+                async with self._long_bodies:  # several that begin in one turn would add up
+                    await asyncio.sleep(LONG_BODY_PAUSE_S)
             reply = await route.handler(request)
             if self._door is not None and request.member is None:
                 reply = bare(reply)

@@ -56,25 +56,29 @@ def slowdown() -> float:
     return (time.monotonic() - began_s) / cpu_s
 
 
+@pytest.mark.parametrize("clients", [1, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_health_answers_within_100_ms_meanwhile(mesh: Mesh, shape: str) -> None:
+def test_health_answers_within_100_ms_meanwhile(mesh: Mesh, shape: str, clients: int) -> None:
     path, fields = SHAPES[shape]
-    body = json.dumps({"model": "tiny", **fields})
+    body = json.dumps({"model": "tiny", **fields}).encode()
     statuses: list[int] = []
 
     def send() -> None:
         for _ in range(REQUESTS):
-            with mesh.http as client:
-                reply = client.post(path, content=body, headers={"content-type": "application/json"})
-            statuses.append(reply.status_code)
+            connection = http.client.HTTPConnection(urlsplit(mesh.url).netloc, timeout=60)
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            statuses.append(connection.getresponse().status)
+            connection.close()
 
     measured = []
     for _ in range(TRIES):
         limit_s = P99_S * slowdown()
-        sender = threading.Thread(target=send)
-        sender.start()
-        p99_s = health_p99_s(mesh, sender.is_alive)
-        sender.join()
+        senders = [threading.Thread(target=send) for _ in range(clients)]
+        for sender in senders:
+            sender.start()
+        p99_s = health_p99_s(mesh, lambda senders=senders: any(sender.is_alive() for sender in senders))
+        for sender in senders:
+            sender.join()
         measured.append((p99_s, limit_s := max(limit_s, P99_S * slowdown())))
         if p99_s < limit_s:
             break

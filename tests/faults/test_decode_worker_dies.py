@@ -1,5 +1,7 @@
 """Test kill -9 of decode workers in mid-stream."""
 
+import signal
+
 import pytest
 
 from tests.faults.conftest import LEASE_S
@@ -58,15 +60,22 @@ def test_without_another_worker_streams_wait_for_the_replacement(lone_mesh: Mesh
         stream.until_tokens(5)
     lone_mesh.kill("decode-0")
     late = [Stream(lone_mesh.url, prompt_of(n, 5 + n), 10) for n in LENGTHS]
+    for stream in (*streams, *late):
+        check_mock_answer(stream.join())
+
+
+def test_new_requests_wait_for_a_worker_that_is_started_again(lone_mesh: Mesh) -> None:
+    ended = lone_mesh.pid("decode-0")
+    lone_mesh.signal("decode-0", signal.SIGTERM)  # it leaves in good order: the frontend knows no worker at once
+    streams = list[Stream]()
+
+    def is_back() -> bool:
+        streams.append(Stream(lone_mesh.url, prompt_of(40, len(streams)), 4))
+        return any(card.name == "decode-0" and card.pid != ended for card in lone_mesh.workers().values())
+
+    until(is_back, what="a new decode-0")
     for stream in streams:
         check_mock_answer(stream.join())
-    for stream in late:
-        stream.join()
-        if stream.status == 200:
-            check_mock_answer(stream)
-        else:
-            assert stream.status == 503
-            assert int(stream.headers["retry-after"]) > 0
 
 
 def test_the_offer_for_a_killed_worker_is_released(mesh: Mesh) -> None:

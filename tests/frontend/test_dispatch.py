@@ -91,11 +91,15 @@ class Waiting:
 
     def __init__(self, wait_s: float) -> None:
         self.wait_s = wait_s
+        self.started_again: dict[str, float] = {}  # by model
         self.asked: list[FailedWorker] = []
 
     def waits_until(self, failed: FailedWorker) -> float:
         self.asked.append(failed)
         return failed.at_s + self.wait_s
+
+    def waits_for_model(self, model: str) -> float:
+        return self.started_again.get(model, -math.inf)
 
     async def news(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
@@ -562,6 +566,45 @@ async def test_without_any_worker_a_new_request_is_refused_at_once() -> None:
     with pytest.raises(NoWorkerError):
         await run()
     assert len(run.mesh.routed) == 1
+
+
+async def test_a_new_request_with_a_pin_does_not_wait_for_other_workers() -> None:
+    run = Run()
+    run.presence.started_again["m"] = math.inf
+    with pytest.raises(NoWorkerError):
+        await run(hints=Hints(pin="b"))
+    assert len(run.mesh.routed) == 1
+
+
+async def test_a_new_request_waits_for_a_worker_that_is_started_again(checked: list[Run]) -> None:
+    run = Run()
+    checked.append(run)
+    run.presence.started_again["m"] = math.inf
+    answering = asyncio.create_task(run())
+    await until(lambda: len(run.mesh.routed) >= 3)
+    run.mesh.workers.append(decode(name="b"))
+    await answering
+    assert run.tokens == answer(PROMPT, 10)
+    assert run.trace.migrations == 0
+
+
+async def test_a_new_request_stops_waiting_when_the_worker_is_given_up(checked: list[Run]) -> None:
+    run = Run()
+    checked.append(run)
+    run.presence.started_again["m"] = math.inf
+    answering = asyncio.create_task(run())
+    await until(lambda: len(run.mesh.routed) >= 3)
+    run.presence.started_again.clear()
+    with pytest.raises(NoWorkerError):
+        await answering
+
+
+async def test_a_new_request_waits_no_longer_than_its_deadline(checked: list[Run]) -> None:
+    run = Run()
+    checked.append(run)
+    run.presence.started_again["m"] = math.inf
+    with pytest.raises(DeadlineExceededError, match="no worker of the model 'm' came back in time"):
+        await run(timeout_s=0.1)
 
 
 async def test_a_request_without_workers_left_waits_for_a_replacement(checked: list[Run]) -> None:

@@ -71,6 +71,29 @@ async def test_unknown_models_and_models_without_workers_are_told_apart() -> Non
         await registry.get("tiny")
 
 
+async def test_a_loaded_model_is_found_while_its_worker_is_started_again(tmp_path: Path) -> None:
+    registry, awaited = ModelRegistry(), set[str]()
+    registry.is_awaited = awaited.__contains__
+    registry.add(tiny.card("a", path=tiny.save_model(tmp_path)))
+    model = await registry.get("tiny")
+    registry.remove(WorkerId("a"))
+    with pytest.raises(NoWorkerError):
+        await registry.get("tiny")
+    awaited.add("tiny")
+    assert await registry.get("tiny") is model
+    with pytest.raises(NoWorkerError):
+        registry.find_ready("tiny")
+
+
+async def test_a_model_that_was_never_loaded_is_not_awaited(tmp_path: Path) -> None:
+    registry = ModelRegistry()
+    registry.is_awaited = lambda model: True
+    registry.add(tiny.card("a", path=tmp_path))
+    registry.remove(WorkerId("a"))
+    with pytest.raises(NoWorkerError):
+        await registry.get("tiny")
+
+
 async def test_soon_after_the_start_requests_wait_for_a_worker(tmp_path: Path) -> None:
     registry = ModelRegistry()
     registry.hold_until(time.monotonic() + PATIENCE_S)

@@ -10,7 +10,7 @@ from frontend.presence import CUT_OFF_S, KEY_PREFIX, NEVER, NEWS_S, FailedWorker
 from mesh.discovery import Deleted, Put
 from protocol.errors import DrainingError, EngineError, MeshError, PeerLostError, UnreachableError
 from protocol.ids import WorkerId
-from protocol.messages import KeptCard, WorkerCard, encode
+from protocol.messages import KeptCard, Role, WorkerCard, encode
 from tests.support.routing import card as worker_card
 
 LOST = PeerLostError("the connection broke")
@@ -100,6 +100,36 @@ async def test_a_worker_whose_card_stands_is_judged_by_its_failure(
     assert site.waits_until(reason) == left_alone
     site.keep("d")
     assert site.waits_until(reason) == kept
+
+
+async def test_a_model_is_waited_for_while_its_worker_is_started_again(site: Site) -> None:
+    site.keep("c", "d")
+    model = worker_card("d-1").model
+    assert site.presence.waits_for_model(model) == NEVER, "no worker of the model was ever here"
+    site.join("d-1")
+    site.news.leave(WorkerId("d-1"))
+    assert site.presence.waits_for_model(model) == math.inf
+    assert site.presence.waits_for_model("another") == NEVER
+    site.join("d-2")
+    assert site.presence.waits_for_model(model) <= asyncio.get_running_loop().time() + NEWS_S
+    site.news.leave(WorkerId("d-2"))
+    site.keep("c")  # it is down
+    assert site.presence.waits_for_model(model) == NEVER
+    site.keep("c", "d")
+    assert site.presence.waits_for_model(model) == NEVER, "its model is forgotten"
+
+
+async def test_a_model_is_not_waited_for_without_an_owner_of_its_worker(site: Site) -> None:
+    site.join("d-1")
+    site.news.leave(WorkerId("d-1"))
+    assert site.presence.waits_for_model(worker_card("d-1").model) == NEVER
+
+
+async def test_a_prefill_worker_that_is_started_again_answers_nothing(site: Site) -> None:
+    site.keep("p")
+    site.news.join(card := worker_card("p-1", Role.PREFILL, name="p"))
+    site.news.leave(WorkerId("p-1"))
+    assert site.presence.waits_for_model(card.model) == NEVER
 
 
 async def test_a_worker_that_came_back_is_used_soon_or_not_at_all(site: Site) -> None:

@@ -12,6 +12,7 @@ from nats.js.errors import ServerError
 
 from kvevents import jetstream, nats
 from kvevents.connect import Links
+from kvevents.cursor import Mode
 from kvevents.nats import NatsKvEventPublisher, NatsLink, NatsServer, split_endpoint
 from kvevents.nats_access import NatsAccess
 from kvevents.subscriber import KvEventSubscriber, Patience
@@ -351,6 +352,31 @@ async def test_a_server_without_jetstream_is_reported_with_its_flag(
             while "start nats-server with -js" not in caplog.text:
                 await asyncio.sleep(0.01)
     finally:
+        await publisher.close()
+        server.stop()
+
+
+async def test_too_little_storage_is_a_state_of_publisher_and_follower(tmp_path: Path, index: Index) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text(f'jetstream {{ store_dir: "{tmp_path}", max_file_store: 1MB, max_memory_store: 1MB }}\n')
+    server = NatsProcess(tmp_path, "-c", str(config), jetstream=False)
+    publisher = NatsKvEventPublisher(server.url, W1)
+    subscriber = KvEventSubscriber(index, patience=PATIENCE, links=Links(nats_url=server.url))
+    try:
+        subscriber.add(KvSource(W1, publisher.endpoint))
+        publisher.publish(blocks(0))
+        await until(lambda: "raise max_file_store" in publisher.problem)
+        await until(lambda: subscriber._feeds[W1, 0]._cursor.mode is Mode.LIVE)  # it has given up asking
+        assert not subscriber.is_live(W1)
+        assert subscriber.count_live() == (0, 1)
+        server.stop()
+        await until(lambda: "is lost" in publisher.problem)
+        config.write_text(f'jetstream {{ store_dir: "{tmp_path}", max_file_store: 2GB, max_memory_store: 1MB }}\n')
+        server.start()
+        await index.holds(0)
+        await until(lambda: not publisher.problem and subscriber.is_live(W1))
+    finally:
+        await subscriber.close()
         await publisher.close()
         server.stop()
 

@@ -5,6 +5,7 @@ import logging
 import pstats
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -97,6 +98,14 @@ async def site() -> AsyncIterator[Site]:
     info = await engine.start(WorkerId("w"), "127.0.0.1:1")
     yield Site(engine, info)
     await engine.stop()
+
+
+async def test_the_status_says_why_routers_get_no_kv_events(site: Site) -> None:
+    site.place.publishers = [SimpleNamespace(problem=""), SimpleNamespace(problem="no stream: too little storage")]
+    status = (await site.control(ControlAction.STATUS)).status
+    assert status is not None
+    assert status.problem == "routers miss its KV events: no stream: too little storage"
+    assert status.state == "serving"
 
 
 async def test_a_drained_worker_finishes_what_runs_and_takes_nothing_more(site: Site) -> None:

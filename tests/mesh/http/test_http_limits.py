@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from mesh.http import server as server_module
 from mesh.http.connection import KEEPALIVE, MAX_AHEAD_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, WRITE_BUFFER_BYTES, Connection
 from mesh.http.half_close import AT_ONCE_S
-from mesh.http.server import SPARE_FILES, App, HttpLimits, listening
+from mesh.http.request import Reply, Request
+from mesh.http.server import SPARE_FILES, App, HttpLimits, Route, listening
 from tests.mesh.http.raw import (
     CLOSE,
     HOST,
@@ -525,3 +527,27 @@ async def test_memory_is_given_back_when_many_clients_have_left(monkeypatch: pyt
             await site.until_clean()
             await asyncio.sleep(0.2)
         assert given_back == [1]
+
+
+async def test_handlers_of_long_bodies_do_not_begin_in_turns_that_follow_each_other() -> None:
+    """Each handler reads its body at once; short requests get their turns between two of them."""
+    began_at: list[int] = []
+    turn = 0
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def read(request: Request) -> Reply:
+        began_at.append(turn)
+        return Reply(b"")
+
+    body = bytes(server_module.LONG_BODY_BYTES + 1)
+    async with serving(more=[Route("POST", "/read", read)]) as site:
+        counting = asyncio.create_task(count_turns())
+        replies = await asyncio.gather(*[site.ask(post("/read", body, CLOSE), methods=("POST",)) for _ in range(6)])
+        counting.cancel()
+    assert [reply.status for [reply] in replies] == [200] * 6
+    assert min(later - earlier for earlier, later in pairwise(began_at)) >= 4
