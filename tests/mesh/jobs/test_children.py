@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.jobs.children import Child, Children, JobError, JobTooLargeError, JobTooLongError
+from mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
 from mesh.jobs.frames import Setup
 from protocol.errors import EngineError
 
@@ -82,7 +82,7 @@ def test_a_signal_that_interrupts_the_reaping_of_the_last_child_does_no_harm() -
 async def test_the_jobs_behind_a_killed_one_fail_with_it(children: Children) -> None:
     child = await children.open(LIMIT_S)
     answers = await asyncio.gather(child.send(b"exit"), child.send(b"echo x"), return_exceptions=True)
-    assert all(type(answer) is JobError for answer in answers)
+    assert all(type(answer) is JobLostError for answer in answers)
     with pytest.raises(JobError):
         await child.send(b"echo x")
 
