@@ -11,6 +11,7 @@ from cluster.tiny_model import CHECKPOINT_DIR
 from frontend.config import FrontendConfig
 from mesh.config import Group, load_with_groups
 from mesh.telemetry import LogLevel, Namespace
+from planner.connectors.local_api import MAX_WORKERS
 from protocol.messages import Role
 from router.config import RouterConfig
 from workers.config import WorkerConfig
@@ -67,9 +68,11 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
-    prefill: Annotated[int, Meta(ge=0, description="prefill workers")] = 1
-    decode: Annotated[int, Meta(ge=0, description="decode workers")] = 2
-    aggregated: Annotated[int, Meta(ge=0, description="aggregated workers, which prefill and decode")] = 0
+    prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS, description="prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=0, le=MAX_WORKERS, description="decode workers")] = 2
+    aggregated: Annotated[
+        int, Meta(ge=0, le=MAX_WORKERS, description="aggregated workers, which prefill and decode")
+    ] = 0
     router: Annotated[Literal["embedded", "remote"], Meta(description="remote: a router process of its own")] = (
         "embedded"
     )

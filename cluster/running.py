@@ -3,7 +3,7 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -127,8 +127,11 @@ class Cluster:
                 except aiohttp.ClientError:  # it has died; the supervisor starts it again
                     health = {}
                 seen = health.get("workers", {}).get(self.model, {})
-                if health.get("status") == "ready" and sum(seen.values()) >= workers:
-                    return
+                if sum(seen.values()) >= workers:
+                    if health["status"] == "ready":
+                        return
+                    if why := why_unusable(health, self.cards.values()):
+                        raise ConfigError(f"no request can be answered: {why}")
                 await asyncio.sleep(HEALTH_POLL_S)
 
     def on_planner_lost(self, failure: MeshError) -> None:
@@ -159,6 +162,12 @@ def _is_of(frontend: int | None, pid: int) -> bool:
         return frontend is not None and frontend in (pid, psutil.Process(pid).ppid())
     except psutil.NoSuchProcess:
         return False
+
+
+def why_unusable(health: Mapping[str, Any], cards: Iterable[WorkerCard]) -> str:
+    """Return why the frontend ignores one of these workers, as its /health says; "" if it ignores none."""
+    ours = {f"workers/{card.worker_id}" for card in cards}
+    return next((found["reason"] for found in health["discovery"]["ignored"] if found["key"] in ours), "")
 
 
 def make_run_dir(given: str) -> Path:

@@ -33,6 +33,7 @@ ONLY_PREFILLS = "it only prefills, and no worker of its model can decode"
 SEE_HEALTH = "try again later; GET /health says why"
 HELD_LOOK_S = 0.05
 RETRY_S = 5.0  # between tries to load a model that cannot be loaded
+RELOAD_S = 30.0  # ... while no request asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,12 @@ class ServedModel:
     loading: asyncio.Task[Model] | None = None  # also holds the loaded model
     retry_at: float = 0.0  # when a load that failed may be tried again
     problem: str = ""  # why this frontend can read the answers of none of its workers
+    load_problem: str = ""  # why the latest load failed
+
+    @property
+    def can_answer(self) -> bool:
+        """Return whether a worker can answer, and its tokenizer and template can be loaded as far as is known."""
+        return self.ready and not self.load_problem and (self.loading is None or self.loading.done())
 
     def take_in(self, card: WorkerCard) -> None:
         self.cards[card.worker_id] = card
@@ -112,7 +119,7 @@ class ServedModel:
         told = [facts_of(card) for card, problem in zip(self.cards.values(), problems, strict=True) if not problem]
         self.problem = "" if told else problems[0]
         if told and self.facts not in told:  # all who said so have left, as when workers start again otherwise
-            self.facts, self.loading = told[0], None
+            self.facts, self.loading, self.load_problem = told[0], None, ""
         self.features = frozenset(Feature).intersection(*[card.features for card in self.cards.values()])
         answering = [card for card in self.cards.values() if card.role is not Role.PREFILL]
         self.ready = bool(answering and told)
@@ -226,10 +233,21 @@ class ModelRegistry:
         return served.loading
 
     def _on_loaded(self, served: ServedModel, task: asyncio.Task[Model]) -> None:
-        """Report a failed load in the log as well: perhaps nobody has asked for the model yet."""
+        """Report a failed load in the log and in /health, because no request may have asked for the model yet."""
         served.retry_at = self._now() + RETRY_S
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or task is not served.loading:
+            return
+        error = task.exception()
+        problem = "" if error is None else f"this frontend cannot load its tokenizer or chat template: {error}"
+        if problem and problem != served.load_problem:
             log.error("%s failed: %s", task.get_name(), error)
+        served.load_problem = problem
+        if problem:  # a load balancer sends no request here, so that no request would try again
+            task.get_loop().call_later(RELOAD_S, self._reload, served)
+
+    def _reload(self, served: ServedModel) -> None:
+        if served.load_problem and served.cards:
+            self._load(served)
 
     async def _loaded(self, served: ServedModel) -> Model:
         facts = served.facts
@@ -281,7 +299,10 @@ class ModelRegistry:
     def unusable(self) -> Iterator[tuple[WorkerId, str]]:
         """Yield the workers of models that are not ready, with the reason why each of them does not help."""
         for served in self._served.values():
-            if not served.ready:
+            if served.ready and served.load_problem:
+                for worker_id in served.cards:
+                    yield worker_id, served.load_problem
+            elif not served.ready:
                 for card in served.cards.values():
                     yield card.worker_id, UNKNOWN_PARSER if parser_problem(card) else ONLY_PREFILLS
 
@@ -296,7 +317,7 @@ class ModelRegistry:
                 yield lora, served
 
     def ready(self) -> list[ServedModel]:
-        return [served for served in self._served.values() if served.ready]
+        return [served for served in self._served.values() if served.can_answer]
 
     def cards(self) -> list[WorkerCard]:
         """Return the cards of all workers that are known."""

@@ -13,7 +13,15 @@ from typing import Protocol
 
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import is_refused
-from protocol.errors import DrainingError, MeshError, PeerLostError, StaleCardError, UnreachableError, WireError
+from protocol.errors import (
+    DrainingError,
+    IdentityError,
+    MeshError,
+    PeerLostError,
+    StaleCardError,
+    UnreachableError,
+    WireError,
+)
 from protocol.ids import WorkerId
 from protocol.messages import KeptCard, Role, WorkerCard, decode
 from router.feeds import WorkerNews
@@ -46,8 +54,9 @@ class FailedWorker:
 
 
 def is_silent(reason: MeshError) -> bool:
-    """Return whether a worker could not be reached at all. One that refuses by itself has answered."""
-    return isinstance(reason, UnreachableError) and reason.__cause__ is not None
+    """Return whether a worker could not be reached at all. One that refuses by itself has answered, but for one that
+    refuses a certificate, as when it has expired."""
+    return isinstance(reason, IdentityError) or (isinstance(reason, UnreachableError) and reason.__cause__ is not None)
 
 
 class Presence(Protocol):

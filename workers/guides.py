@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh.jobs.children import Child, Children, JobError, JobTooLargeError, JobTooLongError
+from mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
 from mesh.jobs.frames import Setup
 from mesh.jobs.places import Places
 from protocol.errors import EngineError, InvalidRequestError, MeshError
@@ -83,6 +83,7 @@ class Matcher:
         self._standing = standing
         self._answer: asyncio.Future[bytes] | None = None
         self._is_closed = False
+        self.is_lost = False  # a `failure` is not of the guide: its process ended for another reason
 
     def allowed(self) -> NDArray[np.bool_] | None:
         """Return the tokens that may come next: bool [vocab_size], at least one of them. None: see `failure`."""
@@ -131,6 +132,7 @@ class Matcher:
             return
         if (error := answer.exception()) is not None:
             self._standing = Standing(failure=_why_ended(error))
+            self.is_lost = isinstance(error, JobLostError)
             return
         reply = reply_decoder.decode(answer.result())
         assert isinstance(reply, Standing), "only a guide or its beginning is refused"

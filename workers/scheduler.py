@@ -19,7 +19,7 @@ import numpy as np
 from kvcache.pool import BlockPool, PoolExhaustedError
 from kvcache.tiers.peers import PeerPrefixes
 from kvcache.tiers.stack import PlannedLoad, Prefix, TierStack
-from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
+from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, MeshError
 from protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
 from protocol.ids import RequestId, SequenceHash
 from protocol.messages import (
@@ -760,7 +760,7 @@ class Scheduler:
         if guide is not None and guide.failure:
             self._end(sequence)
             self._free(sequence)
-            return [Output(sequence.request_id, failure=_too_costly(guide))]
+            return [Output(sequence.request_id, failure=_guide_failure(guide))]
         return [self._append(sequence, result)]
 
     def _append(self, sequence: SequenceState, result: Sampled) -> Output:
@@ -884,7 +884,10 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
         )
 
 
-def _too_costly(guide: Matcher) -> InvalidRequestError:
+def _guide_failure(guide: Matcher) -> MeshError:
+    """Return why an answer ends. One whose guide lost its process may continue on another worker."""
+    if guide.is_lost:
+        return EngineError(f"the answer has lost its guide: {guide.failure}")
     return InvalidRequestError(
         f"the answer cannot follow its guide any further: {guide.failure}", hint="make the guide simpler", param="guide"
     )

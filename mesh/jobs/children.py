@@ -54,6 +54,10 @@ class JobTooLargeError(JobError):
     """A job passed the limit of memory."""
 
 
+class JobLostError(JobError):
+    """The process of a job, or the zygote, ended for a reason of its own, as when the kernel kills it."""
+
+
 class Child(asyncio.Protocol):
     """A child process. It answers its jobs in order."""
 
@@ -117,7 +121,7 @@ class Child(asyncio.Protocol):
         if status in _KILLED_BY_MEMORY:
             self._fail(JobTooLargeError("the process ran out of memory"))
         else:
-            self._fail(JobError(f"the process ended with {status}"))
+            self._fail(JobLostError("the zygote has ended" if status is None else f"it ended with {status}"))
 
     def _fail(self, failure: JobError) -> None:
         if self._failure is not None:

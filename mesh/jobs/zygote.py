@@ -82,7 +82,10 @@ class _Forks:
 
     def _reap(self, signal_number: int, frame: FrameType | None) -> None:
         while self._alive:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # this call has interrupted another one, which just reaped the last child
+                return
             if not pid:
                 return
             self._alive.discard(pid)

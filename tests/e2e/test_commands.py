@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from kvcache.transfer.nixl import why_unavailable
 from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh, until
@@ -110,6 +112,16 @@ def test_a_model_that_is_not_there_is_said_plainly() -> None:
     assert "/nonexistent" in done.stderr
 
 
+def test_a_tokenizer_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINT_DIR, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("broken")
+    one = ("--prefill", "0", "--decode", "0", "--aggregated", "1")
+    done = kvmesh("up", "--port", "0", "--engine", "mock", "--model-path", str(folder), "--kv-transfer", "shm", *one)
+    assert done.returncode == 2
+    assert "tokenizer.json is no tokenizer" in done.stderr.splitlines()[-1]
+    assert "The mesh is up" not in done.stdout
+
+
 def test_the_router_reads_its_table_of_ups_file(tmp_path: Path) -> None:
     file = tmp_path / "mesh.toml"
     file.write_text('[up]\nengine = "mock"\n[router]\npolicy = "nonsense"\n')
@@ -124,6 +136,12 @@ def test_a_mesh_that_could_not_answer_is_refused() -> None:
     done = kvmesh("up", "--decode", "0")
     assert done.returncode == 2
     assert "--aggregated" in done.stderr
+
+
+def test_more_workers_than_a_host_takes_are_refused() -> None:
+    done = kvmesh("up", "--decode", "100000")
+    assert done.returncode == 2
+    assert "--decode is '100000'" in done.stderr
 
 
 def test_a_mistyped_option_names_the_right_one() -> None:

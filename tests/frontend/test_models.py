@@ -145,6 +145,32 @@ async def test_a_failed_load_is_retried_but_not_by_every_request(tmp_path: Path)
     assert (await registry.get("tiny")).template is not None
 
 
+async def test_a_model_that_cannot_be_loaded_is_not_ready_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RETRY_S", "RELOAD_S"):
+        monkeypatch.setattr(f"frontend.models.{name}", 0.0)
+    registry = ModelRegistry()
+    card = tiny.card("a", path=tiny.save_model(tmp_path))
+    tokenizer = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text("broken")
+    registry.add(card)
+    registry.load_early(card)
+    assert registry.ready() == []  # not before its tokenizer is loaded
+    with pytest.raises(ConfigError):
+        await registry.get("tiny")
+    assert registry.ready() == []
+    assert list(registry.names()) == []
+    ((worker_id, reason),) = registry.unusable()
+    assert worker_id == card.worker_id
+    assert "tokenizer.json is no tokenizer" in reason
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    async with asyncio.timeout(PATIENCE_S):
+        while not registry.ready():  # it is loaded again, although no request asks for it
+            await asyncio.sleep(0.01)
+    assert list(registry.unusable()) == []
+
+
 async def test_restarted_workers_with_other_settings_count_at_once(tmp_path: Path) -> None:
     registry = ModelRegistry(now=lambda: 0.0)
     registry.add(replace(tiny.card("a", path=tmp_path / "none"), tool_parser="none"))

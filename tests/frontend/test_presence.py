@@ -8,7 +8,7 @@ import pytest
 
 from frontend.presence import CUT_OFF_S, KEY_PREFIX, NEVER, NEWS_S, FailedWorker, MeshPresence
 from mesh.discovery import Deleted, Put
-from protocol.errors import DrainingError, EngineError, MeshError, PeerLostError, UnreachableError
+from protocol.errors import DrainingError, EngineError, IdentityError, MeshError, PeerLostError, UnreachableError
 from protocol.ids import WorkerId
 from protocol.messages import KeptCard, Role, WorkerCard, encode
 from tests.support.routing import card as worker_card
@@ -27,6 +27,9 @@ def caused_by(cause: Exception) -> MeshError:
 
 REFUSED = caused_by(ConnectionRefusedError())
 SILENT = caused_by(TimeoutError())
+
+
+EXPIRED = IdentityError("the certificate of this frontend has expired")
 
 
 class News:
@@ -156,3 +159,10 @@ async def test_news_wake_all_that_wait(site: Site) -> None:
 async def test_a_notice_that_cannot_be_read_is_left_out(site: Site) -> None:
     site.presence.on_notice(Put(KEY_PREFIX + "one", b"?"))
     assert site.waits_until(LOST) == NEVER
+
+
+async def test_a_worker_that_refuses_the_certificate_is_waited_for_as_one_that_is_cut_off(site: Site) -> None:
+    site.join("d-1")
+    first = FailedWorker(WorkerId("d-1"), "d", EXPIRED, at_s=100.0)
+    again = first.failed_again(EXPIRED, now_s=105.0)
+    assert site.presence.waits_until(again) == 100.0 + CUT_OFF_S

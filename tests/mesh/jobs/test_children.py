@@ -12,12 +12,37 @@ from pathlib import Path
 
 import pytest
 
-from mesh.jobs.children import Child, Children, JobError, JobTooLargeError, JobTooLongError
+from mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
 from mesh.jobs.frames import Setup
 from protocol.errors import EngineError
 
 HANDLERS = "tests.mesh.jobs.handlers:prepare"
 LIMIT_S = 0.2
+# In a process of its own, because it waits for any child. The second signal arrives as the first call has reaped.
+TWO_SIGNALS_AT_ONCE = """
+import os, signal, socket
+from mesh.jobs import zygote
+from mesh.jobs.frames import Setup
+
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+forks = zygote._Forks(theirs, Setup("", b"", 0, 0), lambda: bytes)
+if not (pid := os.fork()):
+    os._exit(3)
+os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+waitpid = os.waitpid
+
+def interrupted(*args):
+    found, os.waitpid = waitpid(*args), waitpid
+    forks._reap(signal.SIGCHLD, None)
+    return found
+
+forks._alive.add(pid)
+os.waitpid = interrupted
+forks._reap(signal.SIGCHLD, None)
+assert not forks._alive
+ended = zygote.msgspec.msgpack.decode(ours.recv(100))
+assert ended[1:] == [pid, 3], ended
+"""
 
 
 @pytest.fixture
@@ -49,10 +74,15 @@ async def test_a_job_that_takes_too_much_memory_is_killed(children: Children, jo
     assert await (await children.open(LIMIT_S)).send(b"echo x") == b"hello x"
 
 
+def test_a_signal_that_interrupts_the_reaping_of_the_last_child_does_no_harm() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS_AT_ONCE], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
 async def test_the_jobs_behind_a_killed_one_fail_with_it(children: Children) -> None:
     child = await children.open(LIMIT_S)
     answers = await asyncio.gather(child.send(b"exit"), child.send(b"echo x"), return_exceptions=True)
-    assert all(type(answer) is JobError for answer in answers)
+    assert all(type(answer) is JobLostError for answer in answers)
     with pytest.raises(JobError):
         await child.send(b"echo x")
 
