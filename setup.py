@@ -18,9 +18,9 @@ except ImportError:  # a build without isolation; in all others [build-system] o
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
-def extension(package: str, sources: list[str], include_dirs: list[str], flags: list[str]) -> Extension:
+def extension(folder: str, sources: list[str], include_dirs: list[str], flags: list[str]) -> Extension:
     return Extension(
-        f"{package}._native",
+        f"kvmesh.{folder.replace('/', '.')}._native",
         sources,
         include_dirs=include_dirs,
         depends=[*glob("protocol/*.h"), *glob("*/native/*.h"), *glob("workers/engines/torch/native/*.h")],
@@ -30,17 +30,17 @@ def extension(package: str, sources: list[str], include_dirs: list[str], flags: 
     )
 
 
-def raw(package: str) -> Extension:
+def raw(folder: str) -> Extension:
     """Return an extension written against Python's own C API."""
-    return extension(package, [f"{package}/_native.cpp"], [], [])
+    return extension(folder, [f"{folder}/_native.cpp"], [], [])
 
 
-def bound_by_nanobind(package: str) -> Extension:
+def bound_by_nanobind(folder: str) -> Extension:
     """Return an extension that nanobind binds. nanobind is compiled into it and is no dependency at run time."""
     include = nanobind.include_dir()
     return extension(
-        package,
-        [f"{package}/_native.cpp", f"{package}/_nanobind.cpp"],
+        folder,
+        [f"{folder}/_native.cpp", f"{folder}/_nanobind.cpp"],
         [include, f"{include}/../ext/robin_map/include", nanobind.source_dir()],
         ["-DNB_COMPACT_ASSERTIONS"],
     )
@@ -50,7 +50,7 @@ def torch_engine() -> Extension:
     """Return the kernels of the torch engine. Linked with no OpenMP library: they use the one that torch has loaded."""
     vectors = ["-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
     gcc_12 = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # it warns of its own header of AVX-512
-    return extension("workers.engines.torch", ["workers/engines/torch/_native.cpp"], [], [*vectors, *gcc_12])
+    return extension("workers/engines/torch", ["workers/engines/torch/_native.cpp"], [], [*vectors, *gcc_12])
 
 
 setup(

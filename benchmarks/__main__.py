@@ -4,24 +4,27 @@ import importlib
 import signal
 import sys
 
-from mesh.lifecycle import run_command
-from protocol.errors import ConfigError
+from kvmesh.mesh.lifecycle import run_command
+from kvmesh.protocol.errors import ConfigError
 
 BENCHMARKS = {
-    "serve": ("benchmarks.serve.command", "any OpenAI endpoint as its users see it: TTFT, ITL, goodput, saturation"),
-    "frontend": ("benchmarks.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
-    "streams": ("benchmarks.streams", "CPU and memory of streams that are open and idle"),
-    "soak": ("benchmarks.soak", "does the frontend's memory grow with the requests that it has answered?"),
-    "pairs": ("benchmarks.pairs", "two settings of the frontend in pairs: CPU for a request, by ratio"),
-    "many": ("benchmarks.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
-    "live": ("benchmarks.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
-    "picker": ("benchmarks.picker", "what an endpoint picker adds to a request through a real Envoy"),
-    "index": ("benchmarks.index", "the prefix index: time of an event and of a lookup, memory"),
-    "engine": ("benchmarks.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
-    "kv": ("benchmarks.kv", "KV in host memory: speed of what comes back, cost for what never does"),
-    "memory": ("benchmarks.memory", "weights shared by the workers of a host: start, memory, sleep, kills"),
-    "planner": ("benchmarks.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
-    "fidelity": ("benchmarks.fidelity", "a live run of mock workers against its simulation"),
+    "serve": (
+        "kvmesh.benchmarks.serve.command",
+        "any OpenAI endpoint as its users see it: TTFT, ITL, goodput, saturation",
+    ),
+    "frontend": ("kvmesh.benchmarks.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
+    "streams": ("kvmesh.benchmarks.streams", "CPU and memory of streams that are open and idle"),
+    "soak": ("kvmesh.benchmarks.soak", "does the frontend's memory grow with the requests that it has answered?"),
+    "pairs": ("kvmesh.benchmarks.pairs", "two settings of the frontend in pairs: CPU for a request, by ratio"),
+    "many": ("kvmesh.benchmarks.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
+    "live": ("kvmesh.benchmarks.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
+    "picker": ("kvmesh.benchmarks.picker", "what an endpoint picker adds to a request through a real Envoy"),
+    "index": ("kvmesh.benchmarks.index", "the prefix index: time of an event and of a lookup, memory"),
+    "engine": ("kvmesh.benchmarks.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
+    "kv": ("kvmesh.benchmarks.kv", "KV in host memory: speed of what comes back, cost for what never does"),
+    "memory": ("kvmesh.benchmarks.memory", "weights shared by the workers of a host: start, memory, sleep, kills"),
+    "planner": ("kvmesh.benchmarks.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
+    "fidelity": ("kvmesh.benchmarks.fidelity", "a live run of mock workers against its simulation"),
 }
 
 

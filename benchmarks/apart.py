@@ -12,8 +12,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from mesh.lifecycle import die_with
-from protocol.errors import EngineError
+from kvmesh.mesh.lifecycle import die_with
+from kvmesh.protocol.errors import EngineError
 
 T = TypeVar("T")
 

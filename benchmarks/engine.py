@@ -30,17 +30,17 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine_steps, engine_versus
-from benchmarks.apart import apart
-from benchmarks.frontend import cpu_name, quantile_ms
-from benchmarks.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
-from benchmarks.prompts import load_tokenizer, make_prompts
-from cluster.config import ClusterConfig, UpConfig, served_name
-from cluster.running import Cluster, running_cluster
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load as load_config
-from protocol.errors import ConfigError, EngineError
-from workers.engines.vllm.driver import ONE_PROCESS
+from kvmesh.benchmarks import engine_steps, engine_versus
+from kvmesh.benchmarks.apart import apart
+from kvmesh.benchmarks.frontend import cpu_name, quantile_ms
+from kvmesh.benchmarks.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
+from kvmesh.benchmarks.prompts import load_tokenizer, make_prompts
+from kvmesh.cluster.config import ClusterConfig, UpConfig, served_name
+from kvmesh.cluster.running import Cluster, running_cluster
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load as load_config
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.workers.engines.vllm.driver import ONE_PROCESS
 
 START_S = 300.0  # of the bare server; imports alone take a minute on a busy machine
 STOP_S = 20.0
@@ -149,7 +149,9 @@ def in_other_python(python: str, argv: Sequence[str]) -> int:
     """Run the benchmark in the Python that has vLLM. That Python looks for no other one."""
     environ = {name: value for name, value in os.environ.items() if name != PYTHON}
     try:
-        return subprocess.run([python, "-m", "kvmesh", "bench", "engine", *argv], env=environ, check=False).returncode
+        return subprocess.run(
+            [python, "-P", "-m", "kvmesh", "bench", "engine", *argv], env=environ, check=False
+        ).returncode
     except OSError as error:
         raise ConfigError(f"{PYTHON} is {python!r}: {error.strerror}", hint="name a Python that has vLLM") from error
 
@@ -221,7 +223,7 @@ async def running_bare(config: EngineBenchConfig, console: Console) -> AsyncIter
     argv += shlex.split(config.engine_args)
     folder = Path(tempfile.mkdtemp(prefix="kvmesh-bench-"))
     with (folder / "vllm.log").open("wb") as output:
-        process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=output, stderr=output)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-P", *argv, stdout=output, stderr=output)
     try:
         await until_healthy(process, f"http://127.0.0.1:{port}", folder / "vllm.log")
         console.print(f"vllm serve listens on port {port}", highlight=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
 
-from benchmarks.engine_side import COMPUTED
+from kvmesh.benchmarks.engine_side import COMPUTED
 
 
 class FilledContexts(DecodeBenchConnector):  # type: ignore[misc]  # vLLM is not installed where types are checked

@@ -1,6 +1,6 @@
 """One side of `kvmesh bench engine versus`: load a model with one engine, then time what the parent asks for.
 
-    python -m benchmarks.engine_side torch|vllm FOLDER DTYPE BATCH ISL_TOKENS KV_GIB
+    python -m kvmesh.benchmarks.engine_side torch|vllm FOLDER DTYPE BATCH ISL_TOKENS KV_GIB
 
 It runs in the Python that has the engine, and imports nothing of the other. Questions come on the standard input and
 answers go to the standard output, each a line of JSON. `"prefill"` times one prompt; `"decode_8"` times a step of 8
@@ -30,8 +30,8 @@ class EngineSide(Protocol):
 
 class TorchSide:
     def __init__(self, folder: str, dtype: str, batch: int, isl_tokens: int, kv_gib: int) -> None:
-        from benchmarks.engine_steps import decode_row, prefill_row
-        from workers.engines.torch.executor import TorchExecutor
+        from kvmesh.benchmarks.engine_steps import decode_row, prefill_row
+        from kvmesh.workers.engines.torch.executor import TorchExecutor
 
         self._isl_tokens = isl_tokens
         self._blocks = -(-(isl_tokens + 2 * STEPS) // BLOCK_SIZE)
@@ -75,7 +75,7 @@ class VllmSide:
             distributed_executor_backend=ONE_PROCESS,
             kv_transfer_config={
                 "kv_connector": "FilledContexts",
-                "kv_connector_module_path": "benchmarks.engine_contexts",
+                "kv_connector_module_path": "kvmesh.benchmarks.engine_contexts",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"fill_mean": FILLED_WITH},
             },

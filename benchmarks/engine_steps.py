@@ -22,14 +22,14 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from mesh.config import load
-from protocol.errors import ConfigError, EngineError
-from protocol.messages import SamplingParams
-from workers.engines.torch.config import bucket_sizes, read_config
-from workers.executor import ModelInfo, Row
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.messages import SamplingParams
+from kvmesh.workers.engines.torch.config import bucket_sizes, read_config
+from kvmesh.workers.executor import ModelInfo, Row
 
 if TYPE_CHECKING:
-    from workers.engines.torch.executor import TorchExecutor
+    from kvmesh.workers.engines.torch.executor import TorchExecutor
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -142,7 +142,7 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
 
 
 def _executor_of(config: EngineStepsConfig, folder: Path) -> "TorchExecutor":
-    from workers.engines.torch.executor import TorchExecutor
+    from kvmesh.workers.engines.torch.executor import TorchExecutor
 
     return TorchExecutor(
         str(folder),
@@ -260,7 +260,7 @@ def read_rate(device_name: str, folder: Path) -> float:
     """Bytes/s at which all threads read memory: the best of a sum and of products with one token."""
     import torch
 
-    from workers.engines.torch.kernels import Projection, open_kernels
+    from kvmesh.workers.engines.torch.kernels import Projection, open_kernels
 
     device = torch.device(device_name)
     rows, columns = (1 << 18, 4096) if str(device).startswith("cuda") else (1 << 17, 1024)

@@ -26,12 +26,12 @@ from msgspec import Meta, Struct, field
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_steps import StepModel, read_rate, shape_folder
-from mesh.config import load
-from protocol.errors import ConfigError, EngineError
-from protocol.messages import KvLayout
-from workers.engines.torch.config import read_config
-from workers.executor import ModelInfo
+from kvmesh.benchmarks.engine_steps import StepModel, read_rate, shape_folder
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.messages import KvLayout
+from kvmesh.workers.engines.torch.config import read_config
+from kvmesh.workers.executor import ModelInfo
 
 PYTHON = "KVMESH_VLLM_PYTHON"
 BATCHES = (1, 8, 32)
@@ -128,7 +128,7 @@ class RunningSide:
         kv_gib = room_gib(step_model(folder, dtype), isl_tokens)
         environ = os.environ | side_environment(name, kv_gib)
         sizes = [str(max(BATCHES)), str(isl_tokens), str(kv_gib)]
-        argv = [python, "-m", "benchmarks.engine_side", name, str(folder), dtype, *sizes]
+        argv = [python, "-P", "-m", "kvmesh.benchmarks.engine_side", name, str(folder), dtype, *sizes]
         self._log = folder / f"{name}-{dtype}.log"
         started = time.perf_counter()
         with self._log.open("wb") as log:
@@ -177,7 +177,7 @@ class RunningSide:
 
 
 def _root() -> Path:
-    return Path(__file__).resolve().parent.parent
+    return Path(__file__).absolute().parents[2]
 
 
 def room_gib(model: StepModel, isl_tokens: int) -> int:

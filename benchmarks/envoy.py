@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import yaml
 
-from protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.errors import ConfigError, EngineError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).absolute().parents[2]
 START_S = 30.0
 EXTENSIONS = "type.googleapis.com/envoy.extensions"
 HOST = "127.0.0.1"

@@ -21,13 +21,13 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import ClientConnection, TimedAnswer, failure_of, request_bytes
-from cluster.config import ClusterConfig, UpConfig
-from cluster.running import running_cluster
-from mesh.config import load as load_config
-from simulator import SimConfig, SimReport, SimRequest, simulate
-from simulator.loads import Shape, constant, synthesize
-from workers.engines.mock.vocabulary import FIRST_TOKEN
+from kvmesh.benchmarks.load import ClientConnection, TimedAnswer, failure_of, request_bytes
+from kvmesh.cluster.config import ClusterConfig, UpConfig
+from kvmesh.cluster.running import running_cluster
+from kvmesh.mesh.config import load as load_config
+from kvmesh.simulator import SimConfig, SimReport, SimRequest, simulate
+from kvmesh.simulator.loads import Shape, constant, synthesize
+from kvmesh.workers.engines.mock.vocabulary import FIRST_TOKEN
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096

@@ -22,14 +22,14 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.apart import apart
-from benchmarks.load import ClientLoad, LoadOutcome, rss_mib, run_load, trees
-from benchmarks.prompts import load_tokenizer, make_prompts
-from cluster.config import ClusterConfig, ClusterTls, UpConfig
-from cluster.running import running_cluster
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load as load_config
-from protocol.errors import ConfigError, EngineError
+from kvmesh.benchmarks.apart import apart
+from kvmesh.benchmarks.load import ClientLoad, LoadOutcome, rss_mib, run_load, trees
+from kvmesh.benchmarks.prompts import load_tokenizer, make_prompts
+from kvmesh.cluster.config import ClusterConfig, ClusterTls, UpConfig
+from kvmesh.cluster.running import running_cluster
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load as load_config
+from kvmesh.protocol.errors import ConfigError, EngineError
 
 CaseName = Literal["a64", "b64", "b64_paced", "c16", "cp16", "c1s"]
 PACE_MS = 5.0

@@ -23,16 +23,16 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.apart import run_apart
-from kvevents.formats import encode_payload
-from mesh.config import load
-from protocol.events import Stored
-from protocol.hashing import sequence_hash_bytes, token_bytes
-from protocol.ids import EngineHash, RequestId, WorkerId
-from protocol.messages import Role, RouteRequest, WorkerCard
-from router.core import RouterState
-from router.index import NATIVE, Holder, PrefixIndex
-from router.rules import RouterRules
+from kvmesh.benchmarks.apart import run_apart
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.mesh.config import load
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.hashing import sequence_hash_bytes, token_bytes
+from kvmesh.protocol.ids import EngineHash, RequestId, WorkerId
+from kvmesh.protocol.messages import Role, RouteRequest, WorkerCard
+from kvmesh.router.core import RouterState
+from kvmesh.router.index import NATIVE, Holder, PrefixIndex
+from kvmesh.router.rules import RouterRules
 
 BLOCK = 16  # tokens
 CHAIN = 4096  # blocks

@@ -23,20 +23,20 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kv_chaos import index_equal
-from benchmarks.kv_cost import itl_cost, one_shot_cost
-from benchmarks.kv_disk import corrupt, measure_shares
-from benchmarks.kv_engines import VOCABULARY, BenchedEngine, FreshPrompts, KvBenchConfig, ThrottledStore, running
-from benchmarks.kv_judge import Answer, Judge
-from benchmarks.kv_pace import TRIED_ISL_TOKENS, cost_isl_tokens, is_paced, paced, sized
-from benchmarks.kv_peers import measure_peer, nixl_read_share
-from benchmarks.kv_restart import fill_and_kill
-from benchmarks.kv_shared import corrupt_shared, measure_shared
-from mesh.config import load
-from protocol.errors import EngineError
-from workers.disk_tier import DiskSettings
-from workers.step_engine import StepEngine
-from workers.tiers import MIB, TierSettings
+from kvmesh.benchmarks.kv_chaos import index_equal
+from kvmesh.benchmarks.kv_cost import itl_cost, one_shot_cost
+from kvmesh.benchmarks.kv_disk import corrupt, measure_shares
+from kvmesh.benchmarks.kv_engines import VOCABULARY, BenchedEngine, FreshPrompts, KvBenchConfig, ThrottledStore, running
+from kvmesh.benchmarks.kv_judge import Answer, Judge
+from kvmesh.benchmarks.kv_pace import TRIED_ISL_TOKENS, cost_isl_tokens, is_paced, paced, sized
+from kvmesh.benchmarks.kv_peers import measure_peer, nixl_read_share
+from kvmesh.benchmarks.kv_restart import fill_and_kill
+from kvmesh.benchmarks.kv_shared import corrupt_shared, measure_shared
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import EngineError
+from kvmesh.workers.disk_tier import DiskSettings
+from kvmesh.workers.step_engine import StepEngine
+from kvmesh.workers.tiers import MIB, TierSettings
 
 EQUAL_PROMPTS = 16  # at once
 CIRCLE = 4  # prompts that are asked for in turn; the device holds two of them and a half

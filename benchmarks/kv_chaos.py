@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
-from kvcache.tiers.store import Payload, TierCorruptError, TierStore
-from protocol.errors import InvalidRequestError
-from protocol.ids import WorkerId
-from protocol.tiers import Tier
-from router.index import Holder, PlainIndex
-from workers.disk_tier import DiskSettings
-from workers.tiers import TierSettings
+from kvmesh.benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
+from kvmesh.kvcache.tiers.store import Payload, TierCorruptError, TierStore
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router.index import Holder, PlainIndex
+from kvmesh.workers.disk_tier import DiskSettings
+from kvmesh.workers.tiers import TierSettings
 
 PROMPTS = 8  # of which pairs share their first half; the device holds two and a half
 ACTS = 8  # in each round of the benchmark
@@ -57,7 +57,7 @@ async def index_equal(config: KvBenchConfig, block_bytes: int, folder: Path, see
         stores: Any = engine._copies._tiers.stores  # type: ignore[union-attr]
         for tier, store in list(stores.items()):
             stores[tier] = DamagedStore(store, seed + tier)
-        logging.getLogger("workers.tier_copies").setLevel(logging.ERROR)  # damage is no news here
+        logging.getLogger("kvmesh.workers.tier_copies").setLevel(logging.ERROR)  # damage is no news here
         for _ in range(ACTS * config.rounds):
             await _act(side, chance, config.isl_tokens)
         await side.rest()

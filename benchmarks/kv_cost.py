@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
-from benchmarks.kv_engines import BenchedEngine, FreshPrompts
+from kvmesh.benchmarks.kv_engines import BenchedEngine, FreshPrompts
 
 PROMPTS = 4  # at once, or beside a stream; the device holds two and a half
 ANSWER_TOKENS = 8

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.tiers.address import content_address, root_address
-from kvcache.tiers.disk import DiskStore, SegmentPart, SystemIo, form_of
-from kvcache.tiers.folder import own_folder
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.slots import write_header
-from kvcache.tiers.store import Payload, TierError
-from protocol.errors import ConfigError
-from protocol.hashing import sequence_hashes
+from kvmesh.kvcache.tiers.address import content_address, root_address
+from kvmesh.kvcache.tiers.disk import DiskStore, SegmentPart, SystemIo, form_of
+from kvmesh.kvcache.tiers.folder import own_folder
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.slots import write_header
+from kvmesh.kvcache.tiers.store import Payload, TierError
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.hashing import sequence_hashes
 
 BLOCK_TOKENS = 16
 MIB = 1 << 20

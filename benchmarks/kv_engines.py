@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from benchmarks.engine_steps import SHAPES
-from benchmarks.kv_judge import ROUNDING, TOP, Answer
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvcache.tiers.store import Payload, TierStore
-from kvcache.transfer.backend import open_backend
-from protocol.errors import ConfigError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, GenerateRequest, PrefixSource, SamplingParams, StopConditions, pack_tokens
-from workers.engine import AskPrefix
-from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import NO_TIERS, TierSettings
+from kvmesh.benchmarks.engine_steps import SHAPES
+from kvmesh.benchmarks.kv_judge import ROUNDING, TOP, Answer
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.kvcache.tiers.store import Payload, TierStore
+from kvmesh.kvcache.transfer.backend import open_backend
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Delta, GenerateRequest, PrefixSource, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.engine import AskPrefix
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.workers.tiers import NO_TIERS, TierSettings
 
 VOCABULARY = 1500  # token ids of prompts are below
 
@@ -145,7 +145,7 @@ async def running(
 
     `transfer`: how it exchanges prefixes with peers, which it asks by `ask`. `place`: its id and its address.
     """
-    from workers.engines.torch.executor import TorchExecutor
+    from kvmesh.workers.engines.torch.executor import TorchExecutor
 
     folder, has_weights = model_folder(config.model)
     block_size = 16

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from benchmarks.kv_engines import KvBenchConfig
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.kv_engines import KvBenchConfig
+from kvmesh.protocol.errors import ConfigError
 
 ISL_TOKENS = (1024, 512)
 TRIED_ISL_TOKENS = 256  # of a prompt that tells how fast this machine computes

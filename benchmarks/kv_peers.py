@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
-from benchmarks.kv_judge import Judge
-from kvcache.memory import KvRegion
-from kvcache.transfer.backend import choose_backend
-from kvcache.transfer.nixl import NixlBackend, NixlPeer, import_nixl
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import EngineError
-from protocol.ids import WorkerId
-from protocol.messages import KvLayout, OfferPrefix, PrefixSource, Ticket, decode
-from workers.peer_pulls import asking
-from workers.prefix_offers import PrefixOffers
-from workers.step_engine import StepEngine
+from kvmesh.benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
+from kvmesh.benchmarks.kv_judge import Judge
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.transfer.backend import choose_backend
+from kvmesh.kvcache.transfer.nixl import NixlBackend, NixlPeer, import_nixl
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import KvLayout, OfferPrefix, PrefixSource, Ticket, decode
+from kvmesh.workers.peer_pulls import asking
+from kvmesh.workers.prefix_offers import PrefixOffers
+from kvmesh.workers.step_engine import StepEngine
 
 PATIENCE_S = 300.0
 READ_BLOCKS = 256  # scattered over twice as many

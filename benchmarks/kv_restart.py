@@ -5,9 +5,9 @@ import multiprocessing
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
-from protocol.errors import EngineError
-from workers.tiers import TierSettings
+from kvmesh.benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
+from kvmesh.protocol.errors import EngineError
+from kvmesh.workers.tiers import TierSettings
 
 PATIENCE_S = 300.0
 

@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.kv_disk import BLOCK_TOKENS, FINGERPRINT, INJECTED, Corruption, blocks_of, bytes_of
-from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
-from benchmarks.kv_judge import Judge
-from benchmarks.kv_restart import fill_and_kill
-from kvcache.tiers.collect import SharedLimits
-from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.objects import FolderObjects
-from kvcache.tiers.shared import SharedStore
-from kvcache.tiers.store import TierError, TierIoError
-from protocol.tiers import Tier
-from workers.shared_tier import SharedSettings, take_news
-from workers.tiers import MIB, TierSettings
+from kvmesh.benchmarks.kv_disk import BLOCK_TOKENS, FINGERPRINT, INJECTED, Corruption, blocks_of, bytes_of
+from kvmesh.benchmarks.kv_engines import BenchedEngine, KvBenchConfig, running
+from kvmesh.benchmarks.kv_judge import Judge
+from kvmesh.benchmarks.kv_restart import fill_and_kill
+from kvmesh.kvcache.tiers.collect import SharedLimits
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.kvcache.tiers.objects import FolderObjects
+from kvmesh.kvcache.tiers.shared import SharedStore
+from kvmesh.kvcache.tiers.store import TierError, TierIoError
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.shared_tier import SharedSettings, take_news
+from kvmesh.workers.tiers import MIB, TierSettings
 
 LIMITS = SharedLimits(1 << 30, 3600.0)
 FAULTS = ("payload bit", "header bit", "torn object", "foreign object", "wrong object", "EIO", "gone", "ENOSPC")

@@ -18,19 +18,19 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.live.hub import LiveHub
-from frontend.live.looking import local_look
-from frontend.live.pages import EVENTS, routes
-from frontend.live.picture import Picture
-from frontend.timeline import Timelines
-from mesh.config import load as load_config
-from mesh.http.server import App, listening
-from mesh.plane.client import PlaneClient
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Role, RouteRequest, WorkerCard
-from router.config import RouterConfig
-from router.feeds import WorkerFeed
-from router.local import LocalRouter
+from kvmesh.frontend.live.hub import LiveHub
+from kvmesh.frontend.live.looking import local_look
+from kvmesh.frontend.live.pages import EVENTS, routes
+from kvmesh.frontend.live.picture import Picture
+from kvmesh.frontend.timeline import Timelines
+from kvmesh.mesh.config import load as load_config
+from kvmesh.mesh.http.server import App, listening
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Role, RouteRequest, WorkerCard
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.local import LocalRouter
 
 SETTLE_S = 1.0
 CHURN_S = 0.125
@@ -101,7 +101,7 @@ class LiveBench:
     async def pair(self, url: str) -> tuple[float, float]:
         """Return the share of a core without a viewer, and with one."""
         alone = await self.share()
-        viewer = await asyncio.create_subprocess_exec(sys.executable, "-c", VIEWER, url + EVENTS)
+        viewer = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", VIEWER, url + EVENTS)
         try:
             while not self.hub.num_viewers:  # noqa: ASYNC110 - once in a pair
                 await asyncio.sleep(0.05)

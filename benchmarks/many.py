@@ -26,19 +26,19 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.apart import apart
-from benchmarks.frontend import cpu_name
-from benchmarks.load import ClientLoad, cpu_s, rss_mib, trees, used_cpu
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load as load_config
-from mesh.discovery import Put, open_discovery
-from mesh.http.files import make_room_for_files
-from mesh.supervisor import ProcessSpec, Supervisor
-from protocol.errors import EngineError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import FrontendCard, Role, RouteRequest, WorkerCard, decode
-from router.core import RouterState
-from router.rules import RouterRules
+from kvmesh.benchmarks.apart import apart
+from kvmesh.benchmarks.frontend import cpu_name
+from kvmesh.benchmarks.load import ClientLoad, cpu_s, rss_mib, trees, used_cpu
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load as load_config
+from kvmesh.mesh.discovery import Put, open_discovery
+from kvmesh.mesh.http.files import make_room_for_files
+from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import FrontendCard, Role, RouteRequest, WorkerCard, decode
+from kvmesh.router.core import RouterState
+from kvmesh.router.rules import RouterRules
 
 MODEL = "tiny"
 BLOCK = 16  # tokens
@@ -307,9 +307,9 @@ async def idle_mesh(config: ManyConfig, discovery: str, folder: Path, tell: Call
 def mesh_specs(config: ManyConfig, discovery: str) -> list[ProcessSpec]:
     """Return the frontend's process and those of the workers."""
     common = ["--discovery", discovery, "--log-level", "warning", "--drain-timeout-s", "0"]
-    worker = ["-m", "workers", *common, "--engine", "mock", "--kv-transfer", "shm", "--role", "aggregated"]
+    worker = ["-m", "kvmesh.workers", *common, "--engine", "mock", "--kv-transfer", "shm", "--role", "aggregated"]
     worker += ["--model", MODEL, "--model-path", str(CHECKPOINT_DIR), "--mock-speedup", "0"]
-    specs = [ProcessSpec("frontend", ["-m", "frontend", *common, "--port", "0"])]
+    specs = [ProcessSpec("frontend", ["-m", "kvmesh.frontend", *common, "--port", "0"])]
     for first in range(0, config.workers, config.per_process):
         count = min(config.per_process, config.workers - first)
         name = f"many-{first}"

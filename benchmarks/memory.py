@@ -17,13 +17,13 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_steps import shape_folder
-from benchmarks.engine_versus import write_checkpoint
-from benchmarks.memory_workers import BenchedWorker, MemoryBench, memory_bench
-from mesh.config import load
-from protocol.errors import ConfigError, EngineError
-from protocol.messages import ControlAction
-from workers.tiers import MIB
+from kvmesh.benchmarks.engine_steps import shape_folder
+from kvmesh.benchmarks.engine_versus import write_checkpoint
+from kvmesh.benchmarks.memory_workers import BenchedWorker, MemoryBench, memory_bench
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.messages import ControlAction
+from kvmesh.workers.tiers import MIB
 
 
 class MemoryBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.discovery import Put, open_discovery
-from mesh.lifecycle import PARENT_PID
-from mesh.plane.client import PlaneClient
-from protocol.errors import EngineError
-from protocol.ids import new_request_id
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.discovery import Put, open_discovery
+from kvmesh.mesh.lifecycle import PARENT_PID
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import new_request_id
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     ControlReply,
@@ -27,8 +27,8 @@ from protocol.messages import (
     decode,
     pack_tokens,
 )
-from workers.memory.__main__ import read_holdings
-from workers.memory.messages import Holdings
+from kvmesh.workers.memory.__main__ import read_holdings
+from kvmesh.workers.memory.messages import Holdings
 
 PATIENCE_S = 300.0
 POLL_S = 0.002
@@ -102,7 +102,7 @@ class MemoryBench:
 
     async def start_service(self) -> None:
         self.service = await self._spawn(
-            "service", ["-m", "workers.memory", "--socket", self.socket, "--limit-gib", str(self._limit_gib)]
+            "service", ["-m", "kvmesh.workers.memory", "--socket", self.socket, "--limit-gib", str(self._limit_gib)]
         )
         socket = Path(self.socket)
         await self._until(socket.exists, "the memory service")
@@ -124,7 +124,7 @@ class MemoryBench:
         flags = ["--name", name, "--model-path", str(model), "--discovery", self._discovery_url, "--dtype", self._dtype]
         flags += ["--num-blocks", str(NUM_BLOCKS), "--kv-transfer", "shm", "--canary-interval-s", "0"]
         flags += ["--weights-service", self.socket] if is_shared else []
-        process = await self._spawn(name, ["-m", "workers", *flags])
+        process = await self._spawn(name, ["-m", "kvmesh.workers", *flags])
         self.workers[name] = BenchedWorker(name, process, self.folder / f"{name}.log")
         return self.workers[name]
 
@@ -192,7 +192,7 @@ class MemoryBench:
     async def _spawn(self, name: str, argv: Sequence[str]) -> asyncio.subprocess.Process:
         with (self.folder / f"{name}.log").open("wb") as log:
             return await asyncio.create_subprocess_exec(
-                sys.executable, *argv, stdout=log, stderr=log, env={**os.environ, PARENT_PID: str(os.getpid())}
+                sys.executable, "-P", *argv, stdout=log, stderr=log, env={**os.environ, PARENT_PID: str(os.getpid())}
             )
 
     async def _until(self, is_so: Callable[[], bool], what: str) -> None:

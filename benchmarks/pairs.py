@@ -23,8 +23,8 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.apart import apart
-from benchmarks.frontend import (
+from kvmesh.benchmarks.apart import apart
+from kvmesh.benchmarks.frontend import (
     BURST,
     GROUPS,
     BenchServer,
@@ -35,13 +35,13 @@ from benchmarks.frontend import (
     check_named,
     cpu_name,
 )
-from benchmarks.load import ClientLoad, ClientSlot, answers_to, failure_of, request_bytes, used_cpu
-from benchmarks.prompts import load_tokenizer, make_prompts
-from cluster.config import ClusterConfig, load_cluster
-from cluster.running import running_cluster
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load as load_config
-from protocol.errors import ConfigError, EngineError
+from kvmesh.benchmarks.load import ClientLoad, ClientSlot, answers_to, failure_of, request_bytes, used_cpu
+from kvmesh.benchmarks.prompts import load_tokenizer, make_prompts
+from kvmesh.cluster.config import ClusterConfig, load_cluster
+from kvmesh.cluster.running import running_cluster
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load as load_config
+from kvmesh.protocol.errors import ConfigError, EngineError
 
 BASE, CHANGED, CONTROL = "base", "changed", "control"
 SHOWN_FAILURES = 3

@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.envoy import HOST, EnvoyPort, Mode, free_ports, running_envoy
-from benchmarks.frontend import cpu_name
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load as load_config
-from mesh.discovery import open_discovery
-from protocol.errors import EngineError
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard, encode_card
+from kvmesh.benchmarks.envoy import HOST, EnvoyPort, Mode, free_ports, running_envoy
+from kvmesh.benchmarks.frontend import cpu_name
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load as load_config
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard, encode_card
 
 MODEL = "tiny"
 MODES: tuple[Mode, ...] = ("none", "buffered", "duplex")
@@ -224,9 +224,18 @@ async def joined(place: str, workers: int, endpoint: str) -> AsyncIterator[None]
 
 @asynccontextmanager
 async def running_picker(folder: Path, ext_proc: int, http_port: int, discovery: str) -> AsyncIterator[psutil.Process]:
-    argv = ["-m", "router", "--ext-proc-port", str(ext_proc), "--http-port", str(http_port), "--discovery", discovery]
+    argv = [
+        "-m",
+        "kvmesh.router",
+        "--ext-proc-port",
+        str(ext_proc),
+        "--http-port",
+        str(http_port),
+        "--discovery",
+        discovery,
+    ]
     with (folder / "picker.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-P", *argv, stdout=log, stderr=log)
     try:
         yield psutil.Process(process.pid)
     finally:

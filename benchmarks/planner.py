@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.planner_loads import HOOK_S, LOADS, PlannerBenchConfig, PlannerLoad, loads_of, starts_of
-from benchmarks.planner_pages import PageFolder, RunPage, file_name
-from benchmarks.planner_policies import (
+from kvmesh.benchmarks.planner_loads import HOOK_S, LOADS, PlannerBenchConfig, PlannerLoad, loads_of, starts_of
+from kvmesh.benchmarks.planner_pages import PageFolder, RunPage, file_name
+from kvmesh.benchmarks.planner_policies import (
     Decide,
     DemandSlot,
     ReferencePlanner,
@@ -33,13 +33,13 @@ from benchmarks.planner_policies import (
     planned,
     slots_of,
 )
-from benchmarks.planner_rules import hpa, keda, variant_autoscaler
-from benchmarks.planner_track import PlannerTrack
-from mesh.config import load as load_config
-from planner.budget import Counts
-from protocol.errors import ConfigError
-from simulator import PlannerHook, SimReport, simulate
-from simulator.coarse import simulate_coarsely
+from kvmesh.benchmarks.planner_rules import hpa, keda, variant_autoscaler
+from kvmesh.benchmarks.planner_track import PlannerTrack
+from kvmesh.mesh.config import load as load_config
+from kvmesh.planner.budget import Counts
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator import PlannerHook, SimReport, simulate
+from kvmesh.simulator.coarse import simulate_coarsely
 
 SLOW_START_S = 600.0  # beyond it kvmesh starts with the fleet for the peak: nothing could be had in time
 

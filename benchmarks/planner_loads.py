@@ -24,16 +24,16 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace as with_fields
 
-from benchmarks.planner_policies import Setting, mean_of, slots_of
-from planner.model import PlannerConfig
-from planner.profiles import polynomial_profile
-from protocol.errors import ConfigError
-from simulator import SimConfig, SimRequest
-from simulator.access_log import LineCounts, read_access_log
-from simulator.coarse import simulate_coarsely
-from simulator.loads import Rate, Shape, bursty, diurnal, sawtooth, step, switching, synthesize, week
-from simulator.mooncake import from_rows, stream_rows
-from simulator.traces import TraceKind, kind_of
+from kvmesh.benchmarks.planner_policies import Setting, mean_of, slots_of
+from kvmesh.planner.model import PlannerConfig
+from kvmesh.planner.profiles import polynomial_profile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator import SimConfig, SimRequest
+from kvmesh.simulator.access_log import LineCounts, read_access_log
+from kvmesh.simulator.coarse import simulate_coarsely
+from kvmesh.simulator.loads import Rate, Shape, bursty, diurnal, sawtooth, step, switching, synthesize, week
+from kvmesh.simulator.mooncake import from_rows, stream_rows
+from kvmesh.simulator.traces import TraceKind, kind_of
 
 LOADS = ("diurnal", "bursty", "step", "sawtooth", "coding", "week", "conversation", "recorded")
 STARTS_S = (20.0, 60.0, 300.0, 900.0)

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_track import Chart, Point
-from protocol.errors import ConfigError
-from simulator.report import PlannerChange
+from kvmesh.benchmarks.planner_track import Chart, Point
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator.report import PlannerChange
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 220, 60, 20, 22
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c")

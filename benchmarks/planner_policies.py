@@ -4,15 +4,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.planner_arima import ArimaForecaster
-from planner.budget import Counts, ScalingLimits, limits_of, published_budget, within_budget
-from planner.core import PlannerCore
-from planner.history import known
-from planner.model import Action, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
-from planner.reference import reference_sizing
-from planner.sizing import Demand, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
-from protocol.profile import Profile
-from simulator import SimRequest
+from kvmesh.benchmarks.planner_arima import ArimaForecaster
+from kvmesh.planner.budget import Counts, ScalingLimits, limits_of, published_budget, within_budget
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.history import known
+from kvmesh.planner.model import Action, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
+from kvmesh.planner.reference import reference_sizing
+from kvmesh.planner.sizing import Demand, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
+from kvmesh.protocol.profile import Profile
+from kvmesh.simulator import SimRequest
 
 SLOT_S = 60.0  # the clairvoyant looks at the future in such pieces
 SEQUENCES_ITL_SHARE = 0.95  # with all of the ITL half of a full worker's answers would be too slow

@@ -16,10 +16,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from benchmarks.planner_policies import Decide, Setting, counts_decision
-from planner.budget import Counts, within_budget
-from planner.model import Observation, RoleFleet, ScalingDecision, WorkerLoad
-from planner.sizing import Demand, decode_capacity
+from kvmesh.benchmarks.planner_policies import Decide, Setting, counts_decision
+from kvmesh.planner.budget import Counts, within_budget
+from kvmesh.planner.model import Observation, RoleFleet, ScalingDecision, WorkerLoad
+from kvmesh.planner.sizing import Demand, decode_capacity
 
 SYNC_S = 15.0  # of the HPA
 POLL_S = 30.0  # of KEDA

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from benchmarks.planner_policies import Decide
-from planner.model import Observation, PeakForecast, ScalingDecision
+from kvmesh.benchmarks.planner_policies import Decide
+from kvmesh.planner.model import Observation, PeakForecast, ScalingDecision
 
 MOST_POINTS = 600  # of a curve
 LEAST_BIN_S = 60.0  # counts of arrivals over less are mostly chance

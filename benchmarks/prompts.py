@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 COMMON_WORDS = (
     "about after again air all along also always animal another answer any around ask away back because been before "

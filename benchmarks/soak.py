@@ -24,16 +24,16 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.apart import apart
-from benchmarks.frontend import SHOWN_FAILURES, cpu_name
-from benchmarks.load import ClientConnection, TimedAnswer, failure_of, request_bytes, rss_mib, trees
-from benchmarks.prompts import COMMON_WORDS
-from benchmarks.streams import body_of, until_held
-from cluster.config import ClusterConfig, UpConfig
-from cluster.running import running_cluster
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load as load_config
-from protocol.errors import EngineError
+from kvmesh.benchmarks.apart import apart
+from kvmesh.benchmarks.frontend import SHOWN_FAILURES, cpu_name
+from kvmesh.benchmarks.load import ClientConnection, TimedAnswer, failure_of, request_bytes, rss_mib, trees
+from kvmesh.benchmarks.prompts import COMMON_WORDS
+from kvmesh.benchmarks.streams import body_of, until_held
+from kvmesh.cluster.config import ClusterConfig, UpConfig
+from kvmesh.cluster.running import running_cluster
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load as load_config
+from kvmesh.protocol.errors import EngineError
 
 WORDS_PER_PROMPT = 12
 TOKENS = 4  # of an answer

@@ -25,9 +25,9 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.apart import apart
-from benchmarks.frontend import SHOWN_FAILURES, cpu_name
-from benchmarks.load import (
+from kvmesh.benchmarks.apart import apart
+from kvmesh.benchmarks.frontend import SHOWN_FAILURES, cpu_name
+from kvmesh.benchmarks.load import (
     ClientConnection,
     ClientLoad,
     TimedAnswer,
@@ -37,13 +37,13 @@ from benchmarks.load import (
     trees,
     used_cpu,
 )
-from benchmarks.prompts import PromptMaker, load_tokenizer
-from cluster.config import ClusterConfig, UpConfig
-from cluster.running import Cluster, running_cluster
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load as load_config
-from mesh.http.files import make_room_for_files
-from protocol.errors import ConfigError, EngineError
+from kvmesh.benchmarks.prompts import PromptMaker, load_tokenizer
+from kvmesh.cluster.config import ClusterConfig, UpConfig
+from kvmesh.cluster.running import Cluster, running_cluster
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load as load_config
+from kvmesh.mesh.http.files import make_room_for_files
+from kvmesh.protocol.errors import ConfigError, EngineError
 
 STREAMS_PER_WORKER = 2500
 MIN_WORKERS = 4

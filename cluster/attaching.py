@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
-from cluster.servers import ANNOUNCED, AttachConfig, process_specs, read_announced
-from mesh.discovery import Discovery, Put, open_discovery
-from mesh.supervisor import ProcessSpec, Supervisor
-from protocol.errors import ConfigError, WireError
-from protocol.messages import WorkerCard, decode_card
+from kvmesh.cluster.servers import ANNOUNCED, AttachConfig, process_specs, read_announced
+from kvmesh.mesh.discovery import Discovery, Put, open_discovery
+from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.protocol.errors import ConfigError, WireError
+from kvmesh.protocol.messages import WorkerCard, decode_card
 
 STOP_S = 10.0  # more than the requests in progress get
 IDLE_STOP_S = 2.0

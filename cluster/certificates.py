@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mesh.identity.credentials import CERT, Credentials, issued_folder
-from mesh.identity.names import Identity, MeshRole
-from protocol.errors import ConfigError
-from protocol.messages import Role
+from kvmesh.mesh.identity.credentials import CERT, Credentials, issued_folder
+from kvmesh.mesh.identity.names import Identity, MeshRole
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
 
 NAMESPACE = "up"
 DAYS = 365.0
@@ -17,7 +17,7 @@ def issue_all(ca: Path) -> Credentials:
     Raises ConfigError.
     """
     try:
-        from mesh.identity import issuing
+        from kvmesh.mesh.identity import issuing
     except ImportError as error:
         raise ConfigError(
             "--mesh-tls needs the package cryptography, which is missing", hint="pip install 'kvmesh[certs]'"

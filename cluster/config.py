@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.config import FrontendConfig
-from mesh.config import Group, load_with_groups
-from mesh.telemetry import LogLevel, Namespace
-from planner.connectors.local_api import MAX_WORKERS
-from protocol.messages import Role
-from router.config import RouterConfig
-from workers.config import WorkerConfig
-from workers.engines.registry import ENGINE_HELP, StartedEngineName
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import Group, load_with_groups
+from kvmesh.mesh.telemetry import LogLevel, Namespace
+from kvmesh.planner.connectors.local_api import MAX_WORKERS
+from kvmesh.protocol.messages import Role
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.registry import ENGINE_HELP, StartedEngineName
 
 ENV_PREFIX = "KVMESH_UP_"
 ClusterTls = Annotated[  # the type of a command's setting
@@ -85,9 +85,7 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0.0
     planner: Annotated[
         bool,
-        Meta(
-            description="a planner starts and stops workers; its options begin with --planner-, see python -m planner"
-        ),
+        Meta(description="a planner starts and stops workers; its options begin with --planner-, see kvmesh planner"),
     ] = False
     mesh_tls: ClusterTls = ""
     run_dir: Annotated[
@@ -145,7 +143,7 @@ def served_name(model: str, model_path: str) -> str:
 
 
 def load_cluster(argv: Sequence[str], environ: Mapping[str, str]) -> ClusterConfig:
-    """Read the settings of `kvmesh up` as `mesh.config.load` does. Raises ConfigError."""
+    """Read the settings of `kvmesh up` as `kvmesh.mesh.config.load` does. Raises ConfigError."""
     up, (worker, frontend, router) = load_with_groups(
         UpConfig,
         GROUPS,

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from cluster.crew import Crew
-from cluster.run_folder import PREFIX, claim, let_go
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import App, HttpLimits, Route, listening_unix
-from planner.config import CONTROL_FILE
-from planner.connectors.local_api import MAX_BODY_BYTES, FlipRequest, ScaleRequest, WorkersReport
-from protocol.messages import Role
+from kvmesh.cluster.crew import Crew
+from kvmesh.cluster.run_folder import PREFIX, claim, let_go
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import App, HttpLimits, Route, listening_unix
+from kvmesh.planner.config import CONTROL_FILE
+from kvmesh.planner.connectors.local_api import MAX_BODY_BYTES, FlipRequest, ScaleRequest, WorkersReport
+from kvmesh.protocol.messages import Role
 
 MAX_PATH_BYTES = 100  # the kernel takes 107
 CONTROL_PREFIX = f"{PREFIX}c-"  # short, for the same reason

@@ -11,16 +11,16 @@ from typing import Literal
 
 import aiohttp
 
-from cluster.notices import OwnerNotices
-from mesh.discovery import Deleted, Discovery, Put
-from mesh.identity.credentials import Credentials
-from mesh.member_session import member_session
-from mesh.plane.client import PlaneClient
-from mesh.supervisor import ProcessSpec, Supervisor
-from planner.connectors.local_api import MAX_WORKERS, Flipped, MemberReport, Refusal, Scaled, State
-from planner.loads import fetch_load
-from protocol.errors import InvalidRequestError, MeshError, WireError
-from protocol.messages import Control, ControlAction, ControlReply, DownCard, Role, WorkerCard, decode_card
+from kvmesh.cluster.notices import OwnerNotices
+from kvmesh.mesh.discovery import Deleted, Discovery, Put
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.member_session import member_session
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.planner.connectors.local_api import MAX_WORKERS, Flipped, MemberReport, Refusal, Scaled, State
+from kvmesh.planner.loads import fetch_load
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, WireError
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply, DownCard, Role, WorkerCard, decode_card
 
 log = logging.getLogger(__name__)
 

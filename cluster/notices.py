@@ -7,10 +7,10 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from mesh.discovery import Discovery, Registration
-from protocol.errors import MeshError
-from protocol.ids import new_generation
-from protocol.messages import DownCard, KeptCard, Message, encode
+from kvmesh.mesh.discovery import Discovery, Registration
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.ids import new_generation
+from kvmesh.protocol.messages import DownCard, KeptCard, Message, encode
 
 log = logging.getLogger(__name__)
 

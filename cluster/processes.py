@@ -6,17 +6,17 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from cluster.config import ClusterConfig
-from frontend.config import FrontendConfig
-from mesh.config import environ_of, flags_of, load, to_flags
-from mesh.identity.credentials import issued_folder
-from mesh.identity.names import MeshRole
-from mesh.supervisor import ProcessSpec
-from planner.config import ServiceConfig
-from planner.profiles import polynomial_profile
-from protocol.messages import Role
-from protocol.profile import Profile, read_profile
-from workers.engines.registry import ENGINES
+from kvmesh.cluster.config import ClusterConfig
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import environ_of, flags_of, load, to_flags
+from kvmesh.mesh.identity.credentials import issued_folder
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.supervisor import ProcessSpec
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.profiles import polynomial_profile
+from kvmesh.protocol.messages import Role
+from kvmesh.protocol.profile import Profile, read_profile
+from kvmesh.workers.engines.registry import ENGINES
 
 PLANNER = "planner"  # name of its process
 MEMORY = "memory"  # name of the process that keeps weights
@@ -52,14 +52,16 @@ def process_specs(config: ClusterConfig, run_dir: Path, config_file: str = "") -
     router_environ = environ_of(config.router, "KVMESH_ROUTER_")  # an embedded router has no flags
     specs = [
         ProcessSpec(
-            "frontend", ["-m", "frontend", *frontend_flags(config), *common, *closed(MeshRole.FRONTEND)], router_environ
+            "frontend",
+            ["-m", "kvmesh.frontend", *frontend_flags(config), *common, *closed(MeshRole.FRONTEND)],
+            router_environ,
         )
     ]
     if socket := memory_socket(config, run_dir):
         own = ["--socket", socket, "--limit-gib", str(up.memory_gib), "--namespace", up.namespace]
-        specs.insert(0, ProcessSpec(MEMORY, ["-m", "workers.memory", *own, "--log-level", up.log_level]))
+        specs.insert(0, ProcessSpec(MEMORY, ["-m", "kvmesh.workers.memory", *own, "--log-level", up.log_level]))
     if up.router == "remote":
-        specs.append(ProcessSpec("router", ["-m", "router", *common, *closed(MeshRole.ROUTER)], router_environ))
+        specs.append(ProcessSpec("router", ["-m", "kvmesh.router", *common, *closed(MeshRole.ROUTER)], router_environ))
     return specs + [worker_spec(config, role, name, run_dir) for name, role in config.first_workers().items()]
 
 
@@ -75,9 +77,7 @@ def frontend_flags(config: ClusterConfig) -> list[str]:
 def read_frontend(config: ClusterConfig, config_file: str, environ: Mapping[str, str]) -> FrontendConfig:
     """Return the settings that the frontend's process will find. Raises ConfigError."""
     flags = frontend_argv(config, config_file)
-    return load(
-        FrontendConfig, flags, environ, prefix="KVMESH_FRONTEND_", prog="python -m frontend", section="frontend"
-    )
+    return load(FrontendConfig, flags, environ, prefix="KVMESH_FRONTEND_", prog="kvmesh frontend", section="frontend")
 
 
 def frontend_argv(config: ClusterConfig, config_file: str) -> list[str]:
@@ -88,7 +88,7 @@ def frontend_argv(config: ClusterConfig, config_file: str) -> list[str]:
 def worker_spec(config: ClusterConfig, role: Role, name: str, run_dir: Path) -> ProcessSpec:
     folder = tls_folder(config, run_dir, MeshRole.WORKER, name.rpartition("-")[0])
     worker = config.worker_config(role, name, discovery_of(run_dir), folder, memory_socket(config, run_dir))
-    return ProcessSpec(name, ["-m", "workers", *to_flags(worker)])
+    return ProcessSpec(name, ["-m", "kvmesh.workers", *to_flags(worker)])
 
 
 def memory_socket(config: ClusterConfig, run_dir: Path) -> str:
@@ -115,7 +115,7 @@ def planner_spec(config: ClusterConfig, planner: ServiceConfig, run_dir: Path, c
         namespace=config.up.namespace,
         log_level=config.up.log_level,
     )
-    return ProcessSpec(PLANNER, ["-m", "planner", *to_flags(settings)])
+    return ProcessSpec(PLANNER, ["-m", "kvmesh.planner", *to_flags(settings)])
 
 
 def record_file_of(planner: ServiceConfig, run_dir: Path) -> str:

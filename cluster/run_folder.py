@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 PREFIX = "kvmesh-"
 OWNER = ".owner"  # locked as long as the mesh runs; the system lets go of it when the process is killed

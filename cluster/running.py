@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import psutil
 
-from cluster.certificates import issue_all
-from cluster.config import ClusterConfig
-from cluster.control import control_socket
-from cluster.crew import Crew
-from cluster.processes import (
+from kvmesh.cluster.certificates import issue_all
+from kvmesh.cluster.config import ClusterConfig
+from kvmesh.cluster.control import control_socket
+from kvmesh.cluster.crew import Crew
+from kvmesh.cluster.processes import (
     MEMORY,
     PLANNER,
     ca_folder,
@@ -27,16 +27,16 @@ from cluster.processes import (
     record_file_of,
     worker_spec,
 )
-from cluster.run_folder import PREFIX, claim, hold, let_go, remove_left_folders
-from cluster.slo import with_one_slo
-from frontend.config import FrontendConfig
-from mesh.discovery import Discovery, Put, open_discovery
-from mesh.identity.credentials import Credentials
-from mesh.member_session import member_session
-from mesh.supervisor import ProcessSpec, Supervisor
-from planner.config import ServiceConfig
-from protocol.errors import ConfigError, EngineError, MeshError
-from protocol.messages import FrontendCard, Role, WorkerCard, decode
+from kvmesh.cluster.run_folder import PREFIX, claim, hold, let_go, remove_left_folders
+from kvmesh.cluster.slo import with_one_slo
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.discovery import Discovery, Put, open_discovery
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.member_session import member_session
+from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.protocol.errors import ConfigError, EngineError, MeshError
+from kvmesh.protocol.messages import FrontendCard, Role, WorkerCard, decode
 
 START_TIMEOUT_S = 180.0
 HEALTH_POLL_S = 0.05

@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from mesh.config import to_flags
-from mesh.discovery import DiscoveryUrl
-from mesh.supervisor import ProcessSpec
-from mesh.telemetry import LogLevel
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP
-from workers.config import WorkerConfig
+from kvmesh.mesh.config import to_flags
+from kvmesh.mesh.discovery import DiscoveryUrl
+from kvmesh.mesh.supervisor import ProcessSpec
+from kvmesh.mesh.telemetry import LogLevel
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP
+from kvmesh.workers.config import WorkerConfig
 
 ANNOUNCED = "servers/"  # prefix of their keys in discovery; the value is a ServerEntry as JSON
 
@@ -123,9 +123,9 @@ def process_specs(config: AttachConfig, entries: Sequence[ServerEntry]) -> list[
     if config.frontend:
         flags = ["--host", config.host, "--port", str(config.port), "--discovery", config.discovery]
         flags += ["--drain-timeout-s", str(config.drain_timeout_s), "--log-level", config.log_level]
-        specs.append(ProcessSpec("frontend", ["-m", "frontend", *flags]))
+        specs.append(ProcessSpec("frontend", ["-m", "kvmesh.frontend", *flags]))
     workers = [worker_config(config, entry) for entry in entries]
-    return specs + [ProcessSpec(worker.name, ["-m", "workers", *to_flags(worker)]) for worker in workers]
+    return specs + [ProcessSpec(worker.name, ["-m", "kvmesh.workers", *to_flags(worker)]) for worker in workers]
 
 
 def worker_config(config: AttachConfig, entry: ServerEntry) -> WorkerConfig:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cluster.config import ClusterConfig
-from cluster.processes import frontend_argv, read_frontend
-from frontend.config import FrontendConfig
-from mesh.config import environ_of, load_given
-from planner.config import ServiceConfig
-from planner.slo import with_slo
-from router.config import RouterConfig
-from router.rules import DEFAULT_SLO_ITL_S
+from kvmesh.cluster.config import ClusterConfig
+from kvmesh.cluster.processes import frontend_argv, read_frontend
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import environ_of, load_given
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.slo import with_slo
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.rules import DEFAULT_SLO_ITL_S
 
 
 def with_one_slo(

@@ -25,10 +25,10 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from kvevents.formats import decode_payload
-from kvevents.publisher import END_OF_REPLAY
-from kvevents.sockets import Frames, LoopSocket, open_socket
-from protocol.errors import MeshError, PeerLostError, WireError
+from kvmesh.kvevents.formats import decode_payload
+from kvmesh.kvevents.publisher import END_OF_REPLAY
+from kvmesh.kvevents.sockets import Frames, LoopSocket, open_socket
+from kvmesh.protocol.errors import MeshError, PeerLostError, WireError
 
 PROMPT_TOKENS = 200
 ANSWER_TOKENS = 8

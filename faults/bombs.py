@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from faults.traffic import MODEL
+from kvmesh.faults.traffic import MODEL
 
 BOMBS = 5  # of one fault
 REFUSED_S = 40.0  # in which a bomb has an answer, on a machine that has much else to do

@@ -12,19 +12,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from faults.bombs import send_bombs
-from faults.certificates import SHORT_LIFE_S
-from faults.kinds import KINDS
-from faults.memory_limit import MemoryLimit, why_unavailable
-from faults.mesh import FaultsMesh
-from faults.operator import Operator
-from faults.recovery import Happened
-from faults.room import PacketFault, PrivateRoom
-from faults.schedule import PlannedFault, Schedule
-from faults.twice import start_twice
-from faults.weights import ORIGINAL, OVERWRITTEN, ROLLED_OUT, Served, WeightsHistory, overwrite, roll_out
-from faults.zmtp import EventTrouble
-from protocol.errors import MeshError
+from kvmesh.faults.bombs import send_bombs
+from kvmesh.faults.certificates import SHORT_LIFE_S
+from kvmesh.faults.kinds import KINDS
+from kvmesh.faults.memory_limit import MemoryLimit, why_unavailable
+from kvmesh.faults.mesh import FaultsMesh
+from kvmesh.faults.operator import Operator
+from kvmesh.faults.recovery import Happened
+from kvmesh.faults.room import PacketFault, PrivateRoom
+from kvmesh.faults.schedule import PlannedFault, Schedule
+from kvmesh.faults.twice import start_twice
+from kvmesh.faults.weights import ORIGINAL, OVERWRITTEN, ROLLED_OUT, Served, WeightsHistory, overwrite, roll_out
+from kvmesh.faults.zmtp import EventTrouble
+from kvmesh.protocol.errors import MeshError
 
 RESTARTED_S = 30.0  # a process that got a SIGTERM has started again by then
 STARTED_S = 10.0  # a process that read its certificate before it was renewed has ended by then

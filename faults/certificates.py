@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from faults.kinds import FRONTEND, ROUTER
-from mesh.identity import issuing
-from mesh.identity.credentials import Credentials
-from mesh.identity.names import Identity, MeshRole
+from kvmesh.faults.kinds import FRONTEND, ROUTER
+from kvmesh.mesh.identity import issuing
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.names import Identity, MeshRole
 
 NAMESPACE = "faults"
 LIFE_S = 86_400.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from faults.oracle import Answered
-from faults.traffic import Ask
+from kvmesh.faults.oracle import Answered
+from kvmesh.faults.traffic import Ask
 
 GIVE_UP_S = 6.0  # after its deadline a request that is not over hangs for certain
 BETWEEN_S = 0.02  # two requests of a client

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from faults.kinds import KINDS
-from mesh.safeguards import SAFEGUARDS
-from protocol.errors import ConfigError
+from kvmesh.faults.kinds import KINDS
+from kvmesh.mesh.safeguards import SAFEGUARDS
+from kvmesh.protocol.errors import ConfigError
 
 
 class FaultsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

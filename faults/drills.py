@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from faults.kinds import DECODE, FRONTEND, PREFILL
-from faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix
-from mesh.safeguards import SAFEGUARDS
+from kvmesh.faults.kinds import DECODE, FRONTEND, PREFILL
+from kvmesh.faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix
+from kvmesh.mesh.safeguards import SAFEGUARDS
 
 _SMALL = MeshShape(frontends=1, routers=0, prefill=1, decode=2, etcd=False, nats=False)
 _LOSSLESS_S = 8.0  # until nothing is left

@@ -1,4 +1,4 @@
-"""Run a service of the mesh that can be told to do things wrong: `python -m faults.inside SWITCHES MODULE FLAGS...`.
+"""Run a service that can be told to do things wrong: `python -m kvmesh.faults.inside SWITCHES MODULE FLAGS...`.
 
 The service's own code runs. Only what faults need is put in between: a wall clock with an offset, and around the mock
 engine what stalls, raises, babbles and takes its blocks. KV that is not a request's own makes wrong tokens here, as in
@@ -21,23 +21,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
-import mesh.lifecycle
-import workers.engines.mock.executor as mock_executor
-import workers.engines.mock.opening as mock_opening
-import workers.engines.mock.witness as mock_witness
-import workers.engines.step as opening_steps
-from faults.room import die_with_parent
-from faults.switches import Switches
-from faults.weights import digest_of, key_of, read_weights
-from kvcache.transfer.shm import ShmBackend
-from protocol.errors import TransferError
-from protocol.messages import Delta, GenerateRequest, Ticket, TokenLogprob
-from workers.config import WorkerConfig
-from workers.engines.mock.answers import answer_token
-from workers.engines.mock.witness import Seen, Witness
-from workers.executor import ModelInfo, Result, Row, Sampled
-from workers.guides import open_guides
-from workers.step_engine import StepEngine
+import kvmesh.mesh.lifecycle
+import kvmesh.workers.engines.mock.executor as mock_executor
+import kvmesh.workers.engines.mock.opening as mock_opening
+import kvmesh.workers.engines.mock.witness as mock_witness
+import kvmesh.workers.engines.step as opening_steps
+from kvmesh.faults.room import die_with_parent
+from kvmesh.faults.switches import Switches
+from kvmesh.faults.weights import digest_of, key_of, read_weights
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.messages import Delta, GenerateRequest, Ticket, TokenLogprob
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.mock.answers import answer_token
+from kvmesh.workers.engines.mock.witness import Seen, Witness
+from kvmesh.workers.executor import ModelInfo, Result, Row, Sampled
+from kvmesh.workers.guides import open_guides
+from kvmesh.workers.step_engine import StepEngine
 
 LOOK_S = 0.05
 WRONG_KV = 0x5EED  # turns the digest of a prompt into that of another answer
@@ -77,7 +77,7 @@ class GarbagePauses:
             self._began_s = time.thread_time()
             return
         caller = sys._getframe().f_back  # None when the interpreter collects at its exit
-        if gc.get_freeze_count() or caller is None or caller.f_code is not mesh.lifecycle.settle.__code__:
+        if gc.get_freeze_count() or caller is None or caller.f_code is not kvmesh.mesh.lifecycle.settle.__code__:
             self.longest_s = max(self.longest_s, time.thread_time() - self._began_s)
 
 
@@ -86,7 +86,7 @@ def watch_loop(switches: Switches) -> None:
 
     Take memory if that is ordered.
     """
-    until_done: Callable[[Any], Coroutine[Any, Any, Any]] = mesh.lifecycle._until_done
+    until_done: Callable[[Any], Coroutine[Any, Any, Any]] = kvmesh.mesh.lifecycle._until_done
 
     hoard: list[bytearray] = []
 
@@ -105,7 +105,7 @@ def watch_loop(switches: Switches) -> None:
         finally:
             reporting.cancel()
 
-    put(mesh.lifecycle, "_until_done", watched)
+    put(kvmesh.mesh.lifecycle, "_until_done", watched)
 
 
 class CarelessWitness(Witness):
@@ -262,7 +262,7 @@ def main() -> None:
     module = sys.argv[2]
     shift_clock(switches)
     watch_loop(switches)
-    if module == "workers":
+    if module == "kvmesh.workers":
         if "mock" in sys.argv:
             limit_memory()
         serve_weights(switches)

@@ -19,18 +19,18 @@ from typing import Any
 
 import aiohttp
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from faults.certificates import MeshCertificates
-from faults.kinds import DECODE, FRONTEND, PREFILL, ROUTER, WORKERS
-from faults.proxies import TroubledProxy, Weather
-from faults.schedule import MeshShape
-from faults.servers import EtcdProgram, NatsProgram, program
-from faults.switches import Orders, Switches
-from faults.traffic import LORAS, MODEL, REAL_MODEL
-from faults.weights import make_model_folder
-from mesh.member_session import member_session
-from mesh.supervisor import ProcessSpec, Supervisor
-from protocol.errors import EngineError, MeshError
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.faults.certificates import MeshCertificates
+from kvmesh.faults.kinds import DECODE, FRONTEND, PREFILL, ROUTER, WORKERS
+from kvmesh.faults.proxies import TroubledProxy, Weather
+from kvmesh.faults.schedule import MeshShape
+from kvmesh.faults.servers import EtcdProgram, NatsProgram, program
+from kvmesh.faults.switches import Orders, Switches
+from kvmesh.faults.traffic import LORAS, MODEL, REAL_MODEL
+from kvmesh.faults.weights import make_model_folder
+from kvmesh.mesh.member_session import member_session
+from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.protocol.errors import EngineError, MeshError
 
 PLANE, METRICS, HTTP, GOSSIP, CLIENTS = 7000, 7001, 7002, 7003, 7080
 EVENTS = range(7010, 7014)  # publisher and replay, and two more for a restart that comes too early
@@ -146,7 +146,7 @@ class FaultsMesh:
 
     def _spec(self, name: str) -> ProcessSpec:
         role = name.rpartition("-")[0]
-        module = {FRONTEND: "frontend", ROUTER: "router"}.get(role, "workers")
+        module = {FRONTEND: "kvmesh.frontend", ROUTER: "kvmesh.router"}.get(role, "kvmesh.workers")
         flags = ["--name", name, "--host", self.host(name), "--discovery", self.places.get(name, self.discovery)]
         if self.certificates is not None:
             hosts = (self.host(name), self.shown_host(name))
@@ -174,7 +174,9 @@ class FaultsMesh:
         env = {"KVMESH_WITHOUT": self._without} if self._without else {}
         if self.nats is not None and role == FRONTEND and not self.shape.routers:
             env["KVMESH_ROUTER_NATS_URL"] = self.nats.url
-        return ProcessSpec(name, ["-m", "faults.inside", str(self.folder / f"{name}.switches"), module, *flags], env)
+        return ProcessSpec(
+            name, ["-m", "kvmesh.faults.inside", str(self.folder / f"{name}.switches"), module, *flags], env
+        )
 
     def _is_down(self, name: str, failure: MeshError, retry_s: float) -> bool:
         return self.on_down(name, failure, retry_s)

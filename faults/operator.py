@@ -11,13 +11,13 @@ from typing import Self
 
 import aiohttp
 
-from faults.kinds import DECODE, PREFILL
-from faults.mesh import PLANE, FaultsMesh
-from faults.traffic import MODEL
-from faults.weights import ORIGINAL
-from mesh.plane.client import PlaneClient
-from protocol.errors import DeadlineExceededError, MeshError, UnreachableError
-from protocol.messages import Control, ControlAction, ControlReply
+from kvmesh.faults.kinds import DECODE, PREFILL
+from kvmesh.faults.mesh import PLANE, FaultsMesh
+from kvmesh.faults.traffic import MODEL
+from kvmesh.faults.weights import ORIGINAL
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import DeadlineExceededError, MeshError, UnreachableError
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply
 
 ANSWERED_S = 60.0  # an order waits for requests in hand; a drain may take 20 s, twice where offers are fetched
 BACK_S = 60.0  # a worker serves again, or its process has been started again

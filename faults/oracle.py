@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from faults.traffic import OPTION, REAL_MODEL, Ask
-from faults.weights import ORIGINAL, WeightsHistory, token_of
+from kvmesh.faults.traffic import OPTION, REAL_MODEL, Ask
+from kvmesh.faults.weights import ORIGINAL, WeightsHistory, token_of
 
 VOCAB = 2048  # of the tiny model's tokenizer
 BLAMES = (400, 413, 422)  # statuses that say that a request is wrong; all requests are right

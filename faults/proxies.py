@@ -7,7 +7,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from faults.zmtp import EventTrouble, TroubledMessages, ZmtpCutter, flipped
+from kvmesh.faults.zmtp import EventTrouble, TroubledMessages, ZmtpCutter, flipped
 
 CHUNK_BYTES = 1 << 16
 LOST_S = 0.2  # a lost packet is sent again after so long, at the earliest

@@ -14,12 +14,12 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.hosts.check import left_in_shared_memory
-from cluster.hosts.compare import CacheView, cards_of, compare_one
-from faults.mesh import FaultsMesh
-from mesh.plane.client import PlaneClient
-from protocol.errors import MeshError
-from protocol.messages import RouterCard, WorkerCard
+from kvmesh.cluster.hosts.check import left_in_shared_memory
+from kvmesh.cluster.hosts.compare import CacheView, cards_of, compare_one
+from kvmesh.faults.mesh import FaultsMesh
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.messages import RouterCard, WorkerCard
 
 IN_FLIGHT = frozenset(
     {

@@ -10,9 +10,9 @@ the time in which nothing could have answered: its own frontend was stopped, or 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from faults.kinds import FRONTEND, HOST, KINDS, ROUTER, SHARED
-from faults.oracle import Answered
-from faults.schedule import PlannedFault
+from kvmesh.faults.kinds import FRONTEND, HOST, KINDS, ROUTER, SHARED
+from kvmesh.faults.oracle import Answered
+from kvmesh.faults.schedule import PlannedFault
 
 DYING_S = 0.5  # in which the kernel still takes connections for a process that was killed
 

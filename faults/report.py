@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from faults.oracle import Answered, Judged, Verdict
-from faults.quiet import Remains
-from faults.recovery import Happened, Recovery, is_excused, percentile, recovery_of, story, usual_waits
-from faults.schedule import Schedule
+from kvmesh.faults.oracle import Answered, Judged, Verdict
+from kvmesh.faults.quiet import Remains
+from kvmesh.faults.recovery import Happened, Recovery, is_excused, percentile, recovery_of, story, usual_waits
+from kvmesh.faults.schedule import Schedule
 
 MOST_RECOVERY_S = 3.0  # at the 99th percentile, for a run to be clean
 LEAST_MEASURED = 20  # requests that were hit; of fewer the slowest would be the percentile

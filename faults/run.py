@@ -9,19 +9,19 @@ from pathlib import Path
 
 import aiohttp
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from faults.carry_out import Machine
-from faults.clients import Clients
-from faults.mesh import FaultsMesh
-from faults.oracle import Answered, Oracle
-from faults.quiet import Remains, in_flight, left_on_machine, shared_memory, sizes, until_quiet
-from faults.recovery import stopped_s
-from faults.report import FaultsReport, RunRecord, judge_run
-from faults.room import PrivateRoom
-from faults.schedule import Schedule
-from faults.traffic import CHATS, MODEL, REAL_PROMPTS, SHAPES, TOOL, Ask, ask, chat, real_ask
-from frontend.tokenizer import Tokenizer
-from protocol.errors import EngineError
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.faults.carry_out import Machine
+from kvmesh.faults.clients import Clients
+from kvmesh.faults.mesh import FaultsMesh
+from kvmesh.faults.oracle import Answered, Oracle
+from kvmesh.faults.quiet import Remains, in_flight, left_on_machine, shared_memory, sizes, until_quiet
+from kvmesh.faults.recovery import stopped_s
+from kvmesh.faults.report import FaultsReport, RunRecord, judge_run
+from kvmesh.faults.room import PrivateRoom
+from kvmesh.faults.schedule import Schedule
+from kvmesh.faults.traffic import CHATS, MODEL, REAL_PROMPTS, SHAPES, TOOL, Ask, ask, chat, real_ask
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.protocol.errors import EngineError
 
 SETTLED_S = 10.0  # in which the first requests leave nothing behind
 WARM_S = 30.0

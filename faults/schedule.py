@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from faults.kinds import DECODE, FRONTEND, KINDS, PREFILL, ROUTER, SHARED, FaultKind
-from protocol.errors import ConfigError
+from kvmesh.faults.kinds import DECODE, FRONTEND, KINDS, PREFILL, ROUTER, SHARED, FaultKind
+from kvmesh.protocol.errors import ConfigError
 
 MEAN_GAP_S = 1.4  # between the beginnings of two faults
 FIRST_S = 1.0

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from faults.room import die_with_parent
-from protocol.errors import EngineError
+from kvmesh.faults.room import die_with_parent
+from kvmesh.protocol.errors import EngineError
 
 UNTIL_S = 20.0
 POLL_S = 0.02

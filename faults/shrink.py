@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from faults.schedule import Schedule
+from kvmesh.faults.schedule import Schedule
 
 T = TypeVar("T")
 AFTER_S = 4.0  # a shortened run goes on so long after its last fault

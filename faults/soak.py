@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from faults.growth import MOST_GC_PAUSE_MS, ProcessLife, SizeSample, life_of
-from faults.kinds import DECODE, FRONTEND, PREFILL, ROUTER
-from faults.mesh import FaultsMesh
-from faults.report import FaultsReport
-from faults.run import FaultsRun
-from faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix
+from kvmesh.faults.growth import MOST_GC_PAUSE_MS, ProcessLife, SizeSample, life_of
+from kvmesh.faults.kinds import DECODE, FRONTEND, PREFILL, ROUTER
+from kvmesh.faults.mesh import FaultsMesh
+from kvmesh.faults.report import FaultsReport
+from kvmesh.faults.run import FaultsRun
+from kvmesh.faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix
 
 SAMPLE_S = 2.0
 FAULT_EVERY_S = 20.0

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 MODEL = "tiny"
 LORAS = ("poet", "critic")

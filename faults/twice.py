@@ -11,9 +11,9 @@ from pathlib import Path
 
 import aiohttp
 
-from faults.room import die_with_parent
-from faults.servers import free_port
-from planner.config import CONTROL_FILE
+from kvmesh.faults.room import die_with_parent
+from kvmesh.faults.servers import free_port
+from kvmesh.planner.config import CONTROL_FILE
 
 READY_S = 90.0
 REFUSED_S = 30.0
@@ -48,7 +48,7 @@ async def _up(folder: Path, port: int, name: str) -> asyncio.subprocess.Process:
     flags = ["--engine", "mock", "--prefill", "0", "--decode", "0", "--aggregated", "1", "--port", str(port)]
     with (folder / f"{name}.log").open("wb") as log:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvmesh", "up", *flags, "--run-dir", str(folder / "run"),
+            sys.executable, "-P", "-m", "kvmesh", "up", *flags, "--run-dir", str(folder / "run"),
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             preexec_fn=die_with_parent,
         )  # fmt: skip

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from workers.engines.mock.answers import answer_token, prompt_digest
-from workers.engines.mock.vocabulary import FIRST_TOKEN
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.workers.engines.mock.answers import answer_token, prompt_digest
+from kvmesh.workers.engines.mock.vocabulary import FIRST_TOKEN
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_BYTES = 4 << 20

@@ -1,6 +1,6 @@
-"""Run one frontend: `python -m frontend`."""
+"""Run one frontend: `kvmesh frontend`."""
 
-from mesh.starting import end_on_signals
+from kvmesh.mesh.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()  # also while the modules below are imported
@@ -8,14 +8,14 @@ if __name__ == "__main__":
 import os
 import sys
 
-from frontend.config import FrontendConfig
-from frontend.processes import serve_processes
-from frontend.service import serve
-from mesh.config import config_path, load
-from mesh.lifecycle import run
-from mesh.telemetry import setup_logging
-from protocol.errors import ConfigError
-from router.config import RouterConfig
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.processes import serve_processes
+from kvmesh.frontend.service import serve
+from kvmesh.mesh.config import config_path, load
+from kvmesh.mesh.lifecycle import run
+from kvmesh.mesh.telemetry import setup_logging
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.router.config import RouterConfig
 
 
 def main() -> int:
@@ -25,14 +25,14 @@ def main() -> int:
             sys.argv[1:],
             os.environ,
             prefix="KVMESH_FRONTEND_",
-            prog="python -m frontend",
+            prog="kvmesh frontend",
             description="Run one frontend: OpenAI's API in, tokens out. The embedded router reads KVMESH_ROUTER_*.",
             section="frontend",
         )
         file = config_path(sys.argv[1:], os.environ, "KVMESH_FRONTEND_")  # the embedded router reads its own table
         router_flags = ["--config", file] if file else []
         router_config = load(
-            RouterConfig, router_flags, os.environ, prefix="KVMESH_ROUTER_", prog="python -m router", section="router"
+            RouterConfig, router_flags, os.environ, prefix="KVMESH_ROUTER_", prog="kvmesh router", section="router"
         )
         setup_logging("frontend", level=config.log_level, fmt=config.log_format)
     except ConfigError as error:

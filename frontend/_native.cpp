@@ -1,4 +1,4 @@
-// frontend._native: the way of a token that is text alone. Its specification is PlainTokenLane in frontend/lane.py.
+// kvmesh.frontend._native: the way of a token that is text alone. Its specification is PlainTokenLane in frontend/lane.py.
 
 #include "../protocol/buffers.h"
 #include "native/tokens.h"
@@ -260,7 +260,7 @@ PyType_Slot lane_slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec lane_spec = {"frontend._native.TokenLane", sizeof(Lane), 0,
+PyType_Spec lane_spec = {"kvmesh.frontend._native.TokenLane", sizeof(Lane), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, lane_slots};
 
 int add_types(PyObject* module) {
@@ -275,7 +275,7 @@ PyModuleDef_Slot module_slots[] = {
     {0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "frontend._native", nullptr, 0, nullptr, module_slots, nullptr, nullptr,
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvmesh.frontend._native", nullptr, 0, nullptr, module_slots, nullptr, nullptr,
                       nullptr};
 
 }  // namespace

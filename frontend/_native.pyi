@@ -1,7 +1,7 @@
 from collections.abc import Callable
 
-from mesh.plane.client import Take
-from protocol.hashing import Buffer
+from kvmesh.mesh.plane.client import Take
+from kvmesh.protocol.hashing import Buffer
 
 class TokenLane:
     texts: dict[int, bytes] | None

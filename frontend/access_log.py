@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from frontend.timeline import EMBEDDINGS, AnswerRecord, RequestTimeline
-from mesh.line_file import LineFile
+from kvmesh.frontend.timeline import EMBEDDINGS, AnswerRecord, RequestTimeline
+from kvmesh.mesh.line_file import LineFile
 
 MAX_LOGGED_BLOCKS = 4096  # of a prompt; what follows is taken for shared with nobody
 _ACCESS_ENCODER = msgspec.json.Encoder()

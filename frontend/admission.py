@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from frontend.metrics import INFLIGHT
-from mesh.deadlines import Deadlines
-from protocol.errors import DeadlineExceededError, DrainingError, MeshError, OverloadedError
+from kvmesh.frontend.metrics import INFLIGHT
+from kvmesh.mesh.deadlines import Deadlines
+from kvmesh.protocol.errors import DeadlineExceededError, DrainingError, MeshError, OverloadedError
 
 
 class Admission:

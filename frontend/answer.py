@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from frontend.detokenizer import Detokenizer
-from frontend.parsers.chain import merge
-from frontend.parsers.events import CallBegun, Content, Event, Parser
-from frontend.stops import StopMatcher
-from protocol.messages import Delta, FinishReason, TokenLogprob
+from kvmesh.frontend.detokenizer import Detokenizer
+from kvmesh.frontend.parsers.chain import merge
+from kvmesh.frontend.parsers.events import CallBegun, Content, Event, Parser
+from kvmesh.frontend.stops import StopMatcher
+from kvmesh.protocol.messages import Delta, FinishReason, TokenLogprob
 
 
 class PlacedLogprob(NamedTuple):

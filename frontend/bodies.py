@@ -7,9 +7,9 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from mesh.http.request import utf8_text
-from protocol.errors import InvalidRequestError
-from protocol.messages import UNREADABLE
+from kvmesh.mesh.http.request import utf8_text
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_TOLD_CHARS = 200  # of what a client has sent and an error repeats
 MAX_NESTS = 1 << 20  # lists and objects in a body, each of which takes 60 bytes and more; brackets in text count too

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from mesh.discovery import DiscoveryUrl
-from mesh.http.browsers import AllowedHosts
-from mesh.identity.credentials import MeshTls
-from mesh.telemetry import LogFormat, LogLevel, Namespace
-from router.rules import DEFAULT_SLO_ITL_S
+from kvmesh.mesh.discovery import DiscoveryUrl
+from kvmesh.mesh.http.browsers import AllowedHosts
+from kvmesh.mesh.identity.credentials import MeshTls
+from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.router.rules import DEFAULT_SLO_ITL_S
 
 
 class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     router: Annotated[
         Literal["embedded", "remote", "direct"],
         Meta(
-            description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `python -m router`; "
+            description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `kvmesh router`; "
             "direct: none, an endpoint picker in front names the workers in headers"
         ),
     ] = "embedded"

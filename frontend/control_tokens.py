@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from frontend.parsers.reasoning import REASONING_PARSERS
-from frontend.parsers.tools import TOOL_PARSERS
-from frontend.templates import ChatMessage, WrittenArguments
-from frontend.tokenizer import Tokenizer
-from frontend.tokenizing.cuts import any_of
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.parsers.reasoning import REASONING_PARSERS
+from kvmesh.frontend.parsers.tools import TOOL_PARSERS
+from kvmesh.frontend.templates import ChatMessage, WrittenArguments
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.frontend.tokenizing.cuts import any_of
+from kvmesh.protocol.errors import InvalidRequestError
 
 # Tokens around thoughts and calls, of every model whose answers are known
 ANSWER_MARKERS = frozenset(

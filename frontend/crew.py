@@ -5,12 +5,12 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from frontend.models import ModelRegistry
-from mesh.http.errors import NotFoundError
-from mesh.plane.client import PlaneClient
-from protocol.errors import MeshError
-from protocol.ids import WorkerId
-from protocol.messages import Control, ControlAction, ControlReply, Role, WorkerCard, WorkerStatus
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.mesh.http.errors import NotFoundError
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply, Role, WorkerCard, WorkerStatus
 
 STATUS_TIMEOUT_S = 3.0
 CONTROL_TIMEOUT_S = 120.0  # a drain and a change of role wait for the requests in hand

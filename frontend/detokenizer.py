@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import msgspec
 from tokenizers import Tokenizer
 
-from frontend.tokenizing import byte_level
-from frontend.tokenizing.names import TokenNames
+from kvmesh.frontend.tokenizing import byte_level
+from kvmesh.frontend.tokenizing.names import TokenNames
 
 REPLACEMENT = "\ufffd"
 NONE_SHOWN: frozenset[str] = frozenset()

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from frontend.answer import Part
-from frontend.job import Job, TokenCounts
-from frontend.request import ParsedRequest
-from frontend.whole_answer import WholeAnswer
-from protocol.errors import MeshError
-from protocol.messages import FinishReason
+from kvmesh.frontend.answer import Part
+from kvmesh.frontend.job import Job, TokenCounts
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.whole_answer import WholeAnswer
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.messages import FinishReason
 
 
 class StreamWriter(Protocol):

@@ -6,12 +6,12 @@ The picker has placed the request and booked its load. This frontend carries it 
 from collections.abc import Collection
 from types import TracebackType
 
-from frontend.hints import WORKER_HEADER
-from protocol.errors import InvalidRequestError, NoWorkerError
-from protocol.ids import WorkerId
-from protocol.messages import Placed, Role, RouteRequest, WorkerCard
-from router.feeds import WorkerNews
-from router.pairing import may_continue
+from kvmesh.frontend.hints import WORKER_HEADER
+from kvmesh.protocol.errors import InvalidRequestError, NoWorkerError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Placed, Role, RouteRequest, WorkerCard
+from kvmesh.router.feeds import WorkerNews
+from kvmesh.router.pairing import may_continue
 
 DECODING = (Role.DECODE, Role.AGGREGATED)
 PREFILLING = (Role.PREFILL,)

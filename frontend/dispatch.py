@@ -11,18 +11,18 @@ from typing import TypeVar
 
 import msgspec
 
-from frontend.generator import DeltaConsumer, Hints, PlacingNotes, Trace
-from frontend.lane import TokenLane
-from frontend.metrics import SUSPECTS
-from frontend.presence import NEVER, FailedWorker, NobodyReturns, Presence
-from frontend.rebuilt import note_failed, times_in
-from frontend.route_requests import route_request, sequence_hashes_of
-from frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
-from frontend.timeline import AnswerRecord, Attempt, LegRecord
-from frontend.timeline import now as clock
-from mesh.plane.client import PlaneClient
-from mesh.safeguards import is_off
-from protocol.errors import (
+from kvmesh.frontend.generator import DeltaConsumer, Hints, PlacingNotes, Trace
+from kvmesh.frontend.lane import TokenLane
+from kvmesh.frontend.metrics import SUSPECTS
+from kvmesh.frontend.presence import NEVER, FailedWorker, NobodyReturns, Presence
+from kvmesh.frontend.rebuilt import note_failed, times_in
+from kvmesh.frontend.route_requests import route_request, sequence_hashes_of
+from kvmesh.frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
+from kvmesh.frontend.timeline import AnswerRecord, Attempt, LegRecord
+from kvmesh.frontend.timeline import now as clock
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.safeguards import is_off
+from kvmesh.protocol.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
     DrainingError,
@@ -35,9 +35,9 @@ from protocol.errors import (
     StaleCardError,
     UnreachableError,
 )
-from protocol.ids import RequestId, WorkerId
-from protocol.kv_content import UNKNOWN
-from protocol.messages import (
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.kv_content import UNKNOWN
+from kvmesh.protocol.messages import (
     Delta,
     Embedding,
     EmbedRequest,
@@ -52,7 +52,7 @@ from protocol.messages import (
     decode,
     pack_tokens,
 )
-from router.booking import Booking, Router
+from kvmesh.router.booking import Booking, Router
 
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -85,7 +85,7 @@ class _LegFailedError(Exception):
 
 
 class Dispatcher:
-    """Implements frontend.generator.Generator over the workers of the mesh."""
+    """Implements kvmesh.frontend.generator.Generator over the workers of the mesh."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Dispatcher:
     async def generate(
         self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
     ) -> None:
-        """Implements frontend.generator.Generator."""
+        """Implements kvmesh.frontend.generator.Generator."""
         task = _Generation(request, hints, trace, deadline, consumer, list(request.generated))
         if trace.record is not None:
             trace.record.generated = task.generated
@@ -120,19 +120,19 @@ class Dispatcher:
             trace.migrations += len(failures.workers)
 
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
-        """Implements frontend.generator.Generator."""
+        """Implements kvmesh.frontend.generator.Generator."""
         route = await self._route(request, request.prompt, msgspec.structs.replace(hints, explain=True), ())
         return await self._router.preview(route, _left(deadline))
 
     def check(self, model: str, hints: Hints, max_tokens: int, deadline: float) -> None:
-        """Implements frontend.generator.Generator."""
+        """Implements kvmesh.frontend.generator.Generator."""
         route = route_request(RequestId(""), model, None, 1, b"", hints, max_tokens=max_tokens)
         self._router.check(route, _left(deadline))
 
     async def embed(
         self, request: EmbedRequest, hints: Hints, deadline: float, record: AnswerRecord | None = None
     ) -> Embedding:
-        """Implements frontend.generator.Generator."""
+        """Implements kvmesh.frontend.generator.Generator."""
         failures = _Failures(request.model, hints.pin, (), deadline, self._presence)
         if record is not None and record.is_sampled:
             hints = msgspec.structs.replace(hints, explain=True)

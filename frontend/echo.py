@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from math import nan
 
-from frontend.answer import NOTHING, GrowingAnswer, Part, PlacedLogprob
-from frontend.parsers.events import Content
-from frontend.tokenizer import Tokenizer
-from protocol.errors import EngineError
-from protocol.messages import Delta, FinishReason, TokenLogprob, token_array
+from kvmesh.frontend.answer import NOTHING, GrowingAnswer, Part, PlacedLogprob
+from kvmesh.frontend.parsers.events import Content
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.messages import Delta, FinishReason, TokenLogprob, token_array
 
 
 class PromptEcho:

@@ -11,40 +11,40 @@ from typing import TypeVar
 
 import msgspec
 
-from frontend import metrics
-from frontend.access_log import access_fields
-from frontend.admission import Admission
-from frontend.crew import WorkerCrew
-from frontend.dialect import Dialect
-from frontend.errors import outcome
-from frontend.gen_ai import GenAiMetrics
-from frontend.generator import Generator
-from frontend.guide_errors import in_callers_words
-from frontend.hints import with_headers
-from frontend.job import NO_CONTEXT, Context, Job, TokenCounts, prepare
-from frontend.keys.caller import KeyCaller, caller_of, salt_for
-from frontend.keys.meter import Visit
-from frontend.keys.visits import begin, model_for
-from frontend.models import ModelRegistry
-from frontend.operation import Operation
-from frontend.outlet import SseOutlet, WholeOutlet
-from frontend.rebuilt import complete
-from frontend.report import placement_headers
-from frontend.request import ParsedBody
-from frontend.responses.state import KeptResponses
-from frontend.running import run
-from frontend.service_level import NO_LIMIT, ServiceLevel
-from frontend.timeline import RequestTimeline, Timelines
-from frontend.timeline import now as clock
-from frontend.whatif.runner import WhatIfRunner
-from mesh.http.connection import refusal
-from mesh.http.errors import error_body
-from mesh.http.request import Reply, ReplyStream, Request
-from mesh.http.server import REQUEST_ID_HEADER, client_request_id
-from mesh.trace_context import TRACEPARENT, read_context
-from protocol.errors import InvalidRequestError, MeshError
-from protocol.ids import RequestId, new_request_id
-from router.findings import DiscoveryReport
+from kvmesh.frontend import metrics
+from kvmesh.frontend.access_log import access_fields
+from kvmesh.frontend.admission import Admission
+from kvmesh.frontend.crew import WorkerCrew
+from kvmesh.frontend.dialect import Dialect
+from kvmesh.frontend.errors import outcome
+from kvmesh.frontend.gen_ai import GenAiMetrics
+from kvmesh.frontend.generator import Generator
+from kvmesh.frontend.guide_errors import in_callers_words
+from kvmesh.frontend.hints import with_headers
+from kvmesh.frontend.job import NO_CONTEXT, Context, Job, TokenCounts, prepare
+from kvmesh.frontend.keys.caller import KeyCaller, caller_of, salt_for
+from kvmesh.frontend.keys.meter import Visit
+from kvmesh.frontend.keys.visits import begin, model_for
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.operation import Operation
+from kvmesh.frontend.outlet import SseOutlet, WholeOutlet
+from kvmesh.frontend.rebuilt import complete
+from kvmesh.frontend.report import placement_headers
+from kvmesh.frontend.request import ParsedBody
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.frontend.running import run
+from kvmesh.frontend.service_level import NO_LIMIT, ServiceLevel
+from kvmesh.frontend.timeline import RequestTimeline, Timelines
+from kvmesh.frontend.timeline import now as clock
+from kvmesh.frontend.whatif.runner import WhatIfRunner
+from kvmesh.mesh.http.connection import refusal
+from kvmesh.mesh.http.errors import error_body
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request
+from kvmesh.mesh.http.server import REQUEST_ID_HEADER, client_request_id
+from kvmesh.mesh.trace_context import TRACEPARENT, read_context
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
+from kvmesh.protocol.ids import RequestId, new_request_id
+from kvmesh.router.findings import DiscoveryReport
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Endpoint:
     """A route of the API: its place, its handler, its description."""
 
     method: str
-    path: str  # as mesh.http.server.Route has it
+    path: str  # as kvmesh.mesh.http.server.Route has it
     handler: Handler
     operation: Operation
     error_body: ErrorShape = openai_error

@@ -1,7 +1,7 @@
 """Failures that are the frontend's own, as OpenAI's API shows them. The rest stands in mesh/http/errors.py."""
 
-from mesh.http.errors import CODES, error_body
-from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
+from kvmesh.mesh.http.errors import CODES, error_body
+from kvmesh.protocol.errors import ContextLengthError, InvalidRequestError, MeshError
 
 OUTCOMES = CODES | {"ok", "internal", "client_gone"}  # label values of the request counter
 

@@ -2,21 +2,21 @@
 
 from dataclasses import dataclass
 
-from frontend.parsers import harmony
-from frontend.parsers.allowed import AllowedCalls
-from frontend.parsers.chain import ChainedParser
-from frontend.parsers.events import Parser
-from frontend.parsers.harmony import is_harmony
-from frontend.parsers.reasoning import (
+from kvmesh.frontend.parsers import harmony
+from kvmesh.frontend.parsers.allowed import AllowedCalls
+from kvmesh.frontend.parsers.chain import ChainedParser
+from kvmesh.frontend.parsers.events import Parser
+from kvmesh.frontend.parsers.harmony import is_harmony
+from kvmesh.frontend.parsers.reasoning import (
     ReasoningFormat,
     guess_reasoning_format,
     open_after,
     reasoning_format,
 )
-from frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, ToolFormat, guess_tool_format, tool_format
-from frontend.request import ToolChoice, Tools
-from protocol.errors import InvalidRequestError
-from protocol.parsers import HARMONY, NONE, reasoning_parser_name, tool_parser_name
+from kvmesh.frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, ToolFormat, guess_tool_format, tool_format
+from kvmesh.frontend.request import ToolChoice, Tools
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.parsers import HARMONY, NONE, reasoning_parser_name, tool_parser_name
 
 
 @dataclass(frozen=True, slots=True)

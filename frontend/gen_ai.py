@@ -3,8 +3,8 @@
 import time
 from functools import cache
 
-from mesh.histogram import Distribution
-from mesh.measure import bounded, histogram
+from kvmesh.mesh.histogram import Distribution
+from kvmesh.mesh.measure import bounded, histogram
 
 PROVIDER = "kvmesh"
 OPERATIONS = {"completions": "text_completion", "embeddings": "embeddings"}  # by endpoint; all others: chat

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-from frontend.lane import TokenLane
-from frontend.timeline import AnswerRecord, Attempt
-from protocol.messages import (
+from kvmesh.frontend.lane import TokenLane
+from kvmesh.frontend.timeline import AnswerRecord, Attempt
+from kvmesh.protocol.messages import (
     Delta,
     Embedding,
     EmbedRequest,
@@ -61,7 +61,7 @@ class Trace(Struct):
 
 class Hints(Struct, frozen=True):
     """Says what the caller asks of the mesh, beside the answer. The names are those of
-    protocol.messages.RouteRequest."""
+    kvmesh.protocol.messages.RouteRequest."""
 
     disaggregate: bool | None = None  # None: the router decides
     pin: str | None = None  # the worker that has to decode

@@ -5,8 +5,8 @@ A worker knows a guide only: a schema, and where in it the fault is. The caller 
 
 import re
 
-from frontend.request import ParsedRequest, ToolChoice, Tools
-from protocol.errors import InvalidRequestError, MeshError
+from kvmesh.frontend.request import ParsedRequest, ToolChoice, Tools
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
 
 GUIDE = "guide"  # the name of the parameter among workers; "guide#/a/b" names the place in a schema
 _MOVED = re.compile(r"tool(\d+)_(defs|definitions)_(.*)", re.DOTALL)  # a definition of one of several tools

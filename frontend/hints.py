@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from frontend.generator import Hints
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.generator import Hints
+from kvmesh.protocol.errors import InvalidRequestError
 
 PREFIX = "x-kvmesh-"
 WORKER_HEADER = "x-kvmesh-worker"

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import msgspec
 
-from frontend.admission import Admission
-from frontend.crew import WorkerCrew
-from frontend.endpoint import Endpoint, Services, TimeLimits
-from frontend.gen_ai import gen_ai_metrics
-from frontend.generator import Generator
-from frontend.mesh_api import status
-from frontend.models import ModelRegistry
-from frontend.openapi import openapi
-from frontend.refusals import Refusals
-from frontend.responses.state import KeptResponses
-from frontend.service_level import NO_LIMIT, ServiceLevel
-from frontend.table import ENDPOINTS, ERRORS_BELOW
-from frontend.timeline import Timelines
-from frontend.whatif.runner import WhatIfRunner
-from mesh.http.server import App, HttpLimits, Route
-from router.findings import NOTHING_SEARCHED, DiscoveryReport
+from kvmesh.frontend.admission import Admission
+from kvmesh.frontend.crew import WorkerCrew
+from kvmesh.frontend.endpoint import Endpoint, Services, TimeLimits
+from kvmesh.frontend.gen_ai import gen_ai_metrics
+from kvmesh.frontend.generator import Generator
+from kvmesh.frontend.mesh_api import status
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.openapi import openapi
+from kvmesh.frontend.refusals import Refusals
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.frontend.service_level import NO_LIMIT, ServiceLevel
+from kvmesh.frontend.table import ENDPOINTS, ERRORS_BELOW
+from kvmesh.frontend.timeline import Timelines
+from kvmesh.frontend.whatif.runner import WhatIfRunner
+from kvmesh.mesh.http.server import App, HttpLimits, Route
+from kvmesh.router.findings import NOTHING_SEARCHED, DiscoveryReport
 
 LIVE = "/live"
 MESH_PATHS = ("/health", LIVE, "/metrics", "/kvmesh/route")  # as in mesh/identity/rights.py

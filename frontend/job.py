@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from frontend.answer import GrowingAnswer
-from frontend.echo import PromptAlone, PromptEcho
-from frontend.generator import Trace
-from frontend.models import Model
-from frontend.prompts import TokenizedPrompt, answer_limit, check_each_token, check_token_ids, read_prompts
-from frontend.request import ParsedRequest
-from protocol.errors import InvalidRequestError
-from protocol.ids import RequestId, draw
-from protocol.messages import MAX_PROMPT_LOGPROBS, Feature, GenerateRequest, SamplingParams, StopConditions
+from kvmesh.frontend.answer import GrowingAnswer
+from kvmesh.frontend.echo import PromptAlone, PromptEcho
+from kvmesh.frontend.generator import Trace
+from kvmesh.frontend.models import Model
+from kvmesh.frontend.prompts import TokenizedPrompt, answer_limit, check_each_token, check_token_ids, read_prompts
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.ids import RequestId, draw
+from kvmesh.protocol.messages import MAX_PROMPT_LOGPROBS, Feature, GenerateRequest, SamplingParams, StopConditions
 
 Context = tuple[str, str]  # traceparent and tracestate, as mesh/trace_context.py has them; "": none
 NO_CONTEXT = ("", "")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mesh.plane.client import Take
-from protocol import native
+from kvmesh.mesh.plane.client import Take
+from kvmesh.protocol import native
 
 MOST_TOKENS = 256  # of one delta
 
@@ -20,7 +20,7 @@ MOST_TOKENS = 256  # of one delta
 class PlainTokenLane:
     """The lane of one answer: specifies the native `TokenLane`, and stands in for it where that was not built.
 
-    Implements mesh.plane.client.Shortcut.
+    Implements kvmesh.mesh.plane.client.Shortcut.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ def _tokens_alone(raw: msgspec.Raw) -> list[int]:
 NATIVE = False
 if native.WANTED:
     try:
-        from frontend import _native
+        from kvmesh.frontend import _native
 
         NATIVE = hasattr(_native.TokenLane, "limit")  # else it was built from older sources
     except ImportError:  # it was not built

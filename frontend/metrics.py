@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
-from mesh.histogram import Distribution
-from mesh.measure import bounded, counter, gauge, histogram, locked_gauge
-from mesh.tally import Tally
+from kvmesh.mesh.histogram import Distribution
+from kvmesh.mesh.measure import bounded, counter, gauge, histogram, locked_gauge
+from kvmesh.mesh.tally import Tally
 
 _P = "kvmesh_frontend_"
 MOST_REMEMBERED = 1024  # children by endpoint and model

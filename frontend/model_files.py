@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mesh.plane.client import PlaneClient
-from protocol.errors import ConfigError, MeshError, UnreachableError, WireError
-from protocol.messages import ModelFilePart, ModelFileRequest, WorkerCard
-from protocol.model_files import MODEL_FILE_NAMES, ModelFile, fingerprint
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import ConfigError, MeshError, UnreachableError, WireError
+from kvmesh.protocol.messages import ModelFilePart, ModelFileRequest, WorkerCard
+from kvmesh.protocol.model_files import MODEL_FILE_NAMES, ModelFile, fingerprint
 
 log = logging.getLogger(__name__)
 

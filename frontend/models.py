@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from frontend.control_tokens import ControlTokens, control_tokens
-from frontend.errors import UnknownModelError
-from frontend.formats import AnswerFormat, answer_format
-from frontend.model_files import ModelFolders
-from frontend.templates import ChatTemplate
-from frontend.tokenizer import CACHE_BYTES, Tokenizer
-from frontend.tokenizing.backends import BackendName, require_backend
-from mesh.lifecycle import settle
-from protocol.errors import ConfigError, InvalidRequestError, MeshError, NoWorkerError
-from protocol.ids import WorkerId
-from protocol.messages import Feature, Role, WorkerCard
-from protocol.model_files import ModelFile
-from protocol.parsers import reasoning_parser_name, tool_parser_name
+from kvmesh.frontend.control_tokens import ControlTokens, control_tokens
+from kvmesh.frontend.errors import UnknownModelError
+from kvmesh.frontend.formats import AnswerFormat, answer_format
+from kvmesh.frontend.model_files import ModelFolders
+from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.frontend.tokenizer import CACHE_BYTES, Tokenizer
+from kvmesh.frontend.tokenizing.backends import BackendName, require_backend
+from kvmesh.mesh.lifecycle import settle
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError, MeshError, NoWorkerError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Feature, Role, WorkerCard
+from kvmesh.protocol.model_files import ModelFile
+from kvmesh.protocol.parsers import reasoning_parser_name, tool_parser_name
 
 log = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from frontend.bodies import Only
-from frontend.endpoint import Endpoint
-from frontend.hints import MAX_PRIORITY
-from frontend.openapi_fields import sentence_of
-from frontend.operation import HTTP_FAILURES, Kind, Operation
-from mesh.http.request import JSON
+from kvmesh.frontend.bodies import Only
+from kvmesh.frontend.endpoint import Endpoint
+from kvmesh.frontend.hints import MAX_PRIORITY
+from kvmesh.frontend.openapi_fields import sentence_of
+from kvmesh.frontend.operation import HTTP_FAILURES, Kind, Operation
+from kvmesh.mesh.http.request import JSON
 
 REF = "#/components/schemas/{name}"
 SSE = "text/event-stream"
-MODULE_OF_SHAPES, MODULE_IN_NAMES = "frontend.openai.shapes.", "frontend.openai."
+MODULES_IN_NAMES = {"kvmesh.frontend.": "frontend.", "frontend.openai.shapes.": "frontend.openai."}
 """msgspec puts the module before names that two types share. Generated clients use the names: they never change."""
 LOGIT_BIAS_KEYS: dict[str, Any] = {"pattern": "^[0-9]{1,10}$"}  # token ids
 
@@ -41,7 +41,7 @@ SECURITY_SCHEMES: Mapping[str, Schema] = {
 # --- headers --------------------------------------------------------------------------------------------
 
 _NAME: Schema = {"type": "string", "pattern": r"^[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?$"}
-HINT_HEADERS: Mapping[str, tuple[str, Schema]] = {  # of frontend.hints
+HINT_HEADERS: Mapping[str, tuple[str, Schema]] = {  # of kvmesh.frontend.hints
     "x-kvmesh-worker": ("the worker that is to decode, by name or id", _NAME),
     "x-kvmesh-prefill-worker": ("the worker that is to compute the prompt", _NAME),
     "x-kvmesh-dp-rank": ("a data-parallel rank of that worker", {"type": "integer", "minimum": 0, "maximum": 999_999}),
@@ -98,12 +98,14 @@ def openapi(endpoints: Sequence[Endpoint], version: str, max_timeout_s: float) -
             "securitySchemes": SECURITY_SCHEMES,
         },
     }
-    return msgspec.json.encode(document).replace(MODULE_OF_SHAPES.encode(), MODULE_IN_NAMES.encode())
+    return shown_name(msgspec.json.encode(document).decode()).encode()
 
 
 def shown_name(component: str) -> str:
     """Return the name of a component as the document has it."""
-    return component.replace(MODULE_OF_SHAPES, MODULE_IN_NAMES)
+    for module, shown in MODULES_IN_NAMES.items():
+        component = component.replace(module, shown)
+    return component
 
 
 class Described:

@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from frontend.bodies import Only
-from frontend.openai.shapes import ErrorBody
-from mesh.http.request import JSON
+from kvmesh.frontend.bodies import Only
+from kvmesh.frontend.openai.shapes import ErrorBody
+from kvmesh.mesh.http.request import JSON
 
 Kind = Any  # a type or a union of types, as msgspec reads it
 

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from frontend.answer import Part
-from frontend.dialect import StreamWriter
-from frontend.job import Branch, Job
-from frontend.lane import TokenLane
-from frontend.report import placement_headers
-from frontend.whole_answer import WholeAnswer
-from mesh.http.request import ReplyStream, Request
-from protocol.errors import MeshError
+from kvmesh.frontend.answer import Part
+from kvmesh.frontend.dialect import StreamWriter
+from kvmesh.frontend.job import Branch, Job
+from kvmesh.frontend.lane import TokenLane
+from kvmesh.frontend.report import placement_headers
+from kvmesh.frontend.whole_answer import WholeAnswer
+from kvmesh.mesh.http.request import ReplyStream, Request
+from kvmesh.protocol.errors import MeshError
 
 ERROR_WRITE_S = 1.0  # for telling a client that may not read any more that its request failed
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from frontend.bodies import refuse
-from frontend.generator import Hints
-from frontend.parsers.events import Tool
-from frontend.parsers.tools import named_schema, required_schema
-from frontend.request import ToolChoice, Tools
-from frontend.shapes import KvmeshOptions
-from protocol.messages import Guide, GuideKind
+from kvmesh.frontend.bodies import refuse
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.parsers.events import Tool
+from kvmesh.frontend.parsers.tools import named_schema, required_schema
+from kvmesh.frontend.request import ToolChoice, Tools
+from kvmesh.frontend.shapes import KvmeshOptions
+from kvmesh.protocol.messages import Guide, GuideKind
 
 LEAST_TOP_P = 1e-9  # 0 is allowed, and leaves the likeliest token
 MAX_SCHEMA_DEPTH = 96  # Python's recursion ends deeper schemas anywhere on their way

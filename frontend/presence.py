@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mesh.discovery import Deleted, Discovery, Put
-from mesh.plane.client import is_refused
-from protocol.errors import (
+from kvmesh.mesh.discovery import Deleted, Discovery, Put
+from kvmesh.mesh.plane.client import is_refused
+from kvmesh.protocol.errors import (
     DrainingError,
     IdentityError,
     MeshError,
@@ -22,9 +22,9 @@ from protocol.errors import (
     UnreachableError,
     WireError,
 )
-from protocol.ids import WorkerId
-from protocol.messages import KeptCard, Role, WorkerCard, decode
-from router.feeds import WorkerNews
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import KeptCard, Role, WorkerCard, decode
+from kvmesh.router.feeds import WorkerNews
 
 log = logging.getLogger(__name__)
 

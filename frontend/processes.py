@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from frontend.config import FrontendConfig
-from frontend.responses.opening import check_setting
-from mesh.address import cannot_listen
-from mesh.config import to_flags
-from mesh.lifecycle import on_hangup, unless_stopped, watch_parent
-from mesh.merged_metrics import ready_file
-from mesh.supervisor import ProcessSpec, Supervisor
-from protocol.errors import ConfigError, MeshError
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.responses.opening import check_setting
+from kvmesh.mesh.address import cannot_listen
+from kvmesh.mesh.config import to_flags
+from kvmesh.mesh.lifecycle import on_hangup, unless_stopped, watch_parent
+from kvmesh.mesh.merged_metrics import ready_file
+from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.protocol.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def process_spec(config: FrontendConfig, config_file: str, number: int, port: in
         ui_port=ui_port,
     )
     flags = [*to_flags(own), *(["--config", config_file] if config_file else [])]
-    return ProcessSpec(name, ["-m", "frontend", *flags])
+    return ProcessSpec(name, ["-m", "kvmesh.frontend", *flags])
 
 
 @contextmanager

@@ -8,14 +8,14 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from frontend.control_tokens import Chat, parts_of, unused_mark
-from frontend.errors import PromptTooLongError
-from frontend.models import Model
-from frontend.request import ParsedRequest
-from frontend.templates import ChatTemplate
-from frontend.tokenizer import TooManyTokensError
-from protocol.errors import InvalidRequestError
-from protocol.messages import pack_tokens
+from kvmesh.frontend.control_tokens import Chat, parts_of, unused_mark
+from kvmesh.frontend.errors import PromptTooLongError
+from kvmesh.frontend.models import Model
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.frontend.tokenizer import TooManyTokensError
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import pack_tokens
 
 PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
 LONG_TURNS = 512  # messages and calls in them; rendering more in the event loop would hold it up for milliseconds

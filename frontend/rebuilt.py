@@ -5,9 +5,9 @@ the event loop, which has whole milliseconds and stands still within a turn: non
 Pure.
 """
 
-from frontend.generator import PlacingNotes, Trace
-from frontend.timeline import AnswerRecord, Attempt, LegRecord, with_attempt
-from protocol.messages import Delta, TimedDelta, WorkerTimes
+from kvmesh.frontend.generator import PlacingNotes, Trace
+from kvmesh.frontend.timeline import AnswerRecord, Attempt, LegRecord, with_attempt
+from kvmesh.protocol.messages import Delta, TimedDelta, WorkerTimes
 
 
 def times_in(delta: Delta | None) -> WorkerTimes | None:

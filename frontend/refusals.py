@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from frontend.endpoint import Endpoint, ErrorShape, openai_error, request_id_headers
-from mesh.http.connection import refusal
-from mesh.http.request import Reply, Request
-from mesh.http.server import Route, client_request_id
-from protocol.errors import MeshError
-from protocol.ids import new_request_id
+from kvmesh.frontend.endpoint import Endpoint, ErrorShape, openai_error, request_id_headers
+from kvmesh.mesh.http.connection import refusal
+from kvmesh.mesh.http.request import Reply, Request
+from kvmesh.mesh.http.server import Route, client_request_id
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.ids import new_request_id
 
 ID_PREFIX = "http"
 

@@ -4,10 +4,10 @@ import re
 
 import msgspec
 
-from frontend.generator import Trace
-from frontend.job import Job
-from frontend.shapes import TraceReport
-from router.api import explained
+from kvmesh.frontend.generator import Trace
+from kvmesh.frontend.job import Job
+from kvmesh.frontend.shapes import TraceReport
+from kvmesh.router.api import explained
 
 MAX_HEADER_CHARS = 512
 PLACEMENT_HEADERS = (

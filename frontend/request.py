@@ -7,10 +7,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from frontend.generator import Hints
-from frontend.parsers.events import Tool
-from frontend.templates import ChatMessage
-from protocol.messages import Guide, SamplingParams
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.parsers.events import Tool
+from kvmesh.frontend.templates import ChatMessage
+from kvmesh.protocol.messages import Guide, SamplingParams
 
 
 class ToolChoice(StrEnum):

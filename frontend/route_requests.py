@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 
-from frontend.generator import Hints
-from protocol.hashing import hash_seed, plain_sequence_hash_bytes, sequence_hash_bytes
-from protocol.ids import RequestId, WorkerId
-from protocol.kv_content import UNKNOWN
-from protocol.messages import RouteRequest
+from kvmesh.frontend.generator import Hints
+from kvmesh.protocol.hashing import hash_seed, plain_sequence_hash_bytes, sequence_hash_bytes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.kv_content import UNKNOWN
+from kvmesh.protocol.messages import RouteRequest
 
 SLOW_HASH_BYTES = 4 * 32_768  # of prompt; without native code a longer one would hold up the event loop for over 1 ms
 

@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from frontend.generator import Generator
-from frontend.job import Branch, Job
-from frontend.lane import TokenLane
-from frontend.outlet import Outlet
-from protocol.errors import EngineError, MeshError
-from protocol.messages import Delta, TokenLogprob
+from kvmesh.frontend.generator import Generator
+from kvmesh.frontend.job import Branch, Job
+from kvmesh.frontend.lane import TokenLane
+from kvmesh.frontend.outlet import Outlet
+from kvmesh.protocol.errors import EngineError, MeshError
+from kvmesh.protocol.messages import Delta, TokenLogprob
 
 
 class _BranchFeed:
-    """Implements frontend.generator.DeltaConsumer for one branch."""
+    """Implements kvmesh.frontend.generator.DeltaConsumer for one branch."""
 
     __slots__ = (
         "_answer", "_branch", "_now", "_of_all", "_on_begin", "_outlet", "_put", "_timing", "lane", "until_ready",

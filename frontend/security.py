@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from frontend.report import PLACEMENT_HEADERS
-from mesh.http.cors import Cors, read_origins
-from mesh.watched_files import Stamp, WatchedFiles, stamp_of
-from protocol.errors import ConfigError
+from kvmesh.frontend.report import PLACEMENT_HEADERS
+from kvmesh.mesh.http.cors import Cors, read_origins
+from kvmesh.mesh.watched_files import Stamp, WatchedFiles, stamp_of
+from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -14,56 +14,56 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from frontend import metrics
-from frontend.access_log import AccessLogFile
-from frontend.admission import Admission
-from frontend.config import FrontendConfig
-from frontend.crew import WorkerCrew
-from frontend.direct import DirectRouter
-from frontend.dispatch import Dispatcher
-from frontend.http import FrontendApi, HttpSettings
-from frontend.keys.guard import ApiKeyGuard, Doorkeeper
-from frontend.keys.issuer import IssuerKeys
-from frontend.keys.meters import Meters
-from frontend.keys.salts import read_secret
-from frontend.keys.sharing import LimitSharing
-from frontend.keys.tokens import TokenRules, TokenVerifier
-from frontend.live.opening import live_page, live_parts
-from frontend.model_files import ModelFolders, default_cache_dir
-from frontend.models import ModelRegistry
-from frontend.presence import NEVER, MeshPresence
-from frontend.responses.opening import check_setting, open_store
-from frontend.responses.retention import StoreLimits
-from frontend.responses.state import KeptResponses
-from frontend.security import open_to, tls_context
-from frontend.service_level import ServiceLevel
-from frontend.tracing import Tracing
-from mesh.discovery import Discovery, open_discovery, standing_calls
-from mesh.exposition import labelled
-from mesh.http.cors import Cors
-from mesh.http.door import Door
-from mesh.http.server import Leaving, listening, log_line
-from mesh.identity.credentials import Credentials
-from mesh.identity.metrics import using
-from mesh.identity.names import MeshRole
-from mesh.lifecycle import unless_stopped, watch_parent
-from mesh.merged_metrics import ready_file, sharing
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import PlaneServer
-from mesh.telemetry import log_ready
-from protocol.errors import ConfigError
-from protocol.ids import new_generation
-from protocol.messages import FrontendCard, encode_card
-from protocol.version import RELEASE
-from router.booking import Router
-from router.client import RemoteRouter
-from router.config import RouterConfig
-from router.down import DownWorkers
-from router.fallback import FallbackRouter
-from router.feeds import LinkWatch, WorkerFeed, tell_missing
-from router.findings import DiscoveryReport
-from router.local import LocalRouter
-from router.rules import DEFAULT_SLO_ITL_S
+from kvmesh.frontend import metrics
+from kvmesh.frontend.access_log import AccessLogFile
+from kvmesh.frontend.admission import Admission
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.crew import WorkerCrew
+from kvmesh.frontend.direct import DirectRouter
+from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.keys.guard import ApiKeyGuard, Doorkeeper
+from kvmesh.frontend.keys.issuer import IssuerKeys
+from kvmesh.frontend.keys.meters import Meters
+from kvmesh.frontend.keys.salts import read_secret
+from kvmesh.frontend.keys.sharing import LimitSharing
+from kvmesh.frontend.keys.tokens import TokenRules, TokenVerifier
+from kvmesh.frontend.live.opening import live_page, live_parts
+from kvmesh.frontend.model_files import ModelFolders, default_cache_dir
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.presence import NEVER, MeshPresence
+from kvmesh.frontend.responses.opening import check_setting, open_store
+from kvmesh.frontend.responses.retention import StoreLimits
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.frontend.security import open_to, tls_context
+from kvmesh.frontend.service_level import ServiceLevel
+from kvmesh.frontend.tracing import Tracing
+from kvmesh.mesh.discovery import Discovery, open_discovery, standing_calls
+from kvmesh.mesh.exposition import labelled
+from kvmesh.mesh.http.cors import Cors
+from kvmesh.mesh.http.door import Door
+from kvmesh.mesh.http.server import Leaving, listening, log_line
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.metrics import using
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.lifecycle import unless_stopped, watch_parent
+from kvmesh.mesh.merged_metrics import ready_file, sharing
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import PlaneServer
+from kvmesh.mesh.telemetry import log_ready
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import new_generation
+from kvmesh.protocol.messages import FrontendCard, encode_card
+from kvmesh.protocol.version import RELEASE
+from kvmesh.router.booking import Router
+from kvmesh.router.client import RemoteRouter
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.down import DownWorkers
+from kvmesh.router.fallback import FallbackRouter
+from kvmesh.router.feeds import LinkWatch, WorkerFeed, tell_missing
+from kvmesh.router.findings import DiscoveryReport
+from kvmesh.router.local import LocalRouter
+from kvmesh.router.rules import DEFAULT_SLO_ITL_S
 
 log = logging.getLogger(__name__)
 

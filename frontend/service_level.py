@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mesh.http.errors import CODES, http_failure
+from kvmesh.mesh.http.errors import CODES, http_failure
 
 Missed = Literal["none", "ttft", "itl", "both", "failed"]
 _OURS = frozenset(code for code in CODES if http_failure(code).status >= 500) | {"internal", "overloaded"}

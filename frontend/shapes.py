@@ -55,4 +55,4 @@ class TraceReport(Struct, frozen=True, kw_only=True):
     route_reason: str
     migrations: int
     pull_error: str
-    explanations: list[dict[str, Any]] | UnsetType = UNSET  # see router.api.explained; one per placement
+    explanations: list[dict[str, Any]] | UnsetType = UNSET  # see kvmesh.router.api.explained; one per placement

@@ -6,10 +6,10 @@ spent their time. A worker's clock is never compared with ours: its times are du
 
 from collections.abc import Mapping, Sequence
 
-from frontend.timeline import EMBEDDINGS, AnswerRecord, Attempt, LegRecord, RequestTimeline
-from mesh.otlp import CLIENT, FAILED, INTERNAL, SERVER, Attributes, Span, SpanEvent, SpanStatus, attributes_of
-from mesh.trace_context import new_span_id
-from protocol.messages import Explanation, Placed, WorkerTimes
+from kvmesh.frontend.timeline import EMBEDDINGS, AnswerRecord, Attempt, LegRecord, RequestTimeline
+from kvmesh.mesh.otlp import CLIENT, FAILED, INTERNAL, SERVER, Attributes, Span, SpanEvent, SpanStatus, attributes_of
+from kvmesh.mesh.trace_context import new_span_id
+from kvmesh.protocol.messages import Explanation, Placed, WorkerTimes
 
 MAX_CANDIDATES = 4  # of an explanation, the cheapest ones of each leg
 

@@ -11,10 +11,10 @@ from collections import OrderedDict, deque
 import msgspec
 from xxhash import xxh3_128_digest
 
-from mesh.plane.client import PlaneClient, is_refused
-from protocol.errors import MeshError, PeerLostError, UnreachableError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import EmbedRequest, GenerateRequest, Target, WorkerIdentity, encode
+from kvmesh.mesh.plane.client import PlaneClient, is_refused
+from kvmesh.protocol.errors import MeshError, PeerLostError, UnreachableError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import EmbedRequest, GenerateRequest, Target, WorkerIdentity, encode
 
 MAX_ENDED = 2  # processes that one request may end
 REMEMBERED_S = 300.0  # the client's own retries get an error for so long

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from frontend.anthropic import count, messages
-from frontend.anthropic.errors import error_body as anthropic_error
-from frontend.endpoint import Endpoint, ErrorShape
-from frontend.mesh_api import controls, route, status, tokenize, whatif
-from frontend.openai import chat, completions, embeddings, models
-from frontend.responses import count as input_tokens
-from frontend.responses import create as responses
-from frontend.responses import stored
+from kvmesh.frontend.anthropic import count, messages
+from kvmesh.frontend.anthropic.errors import error_body as anthropic_error
+from kvmesh.frontend.endpoint import Endpoint, ErrorShape
+from kvmesh.frontend.mesh_api import controls, route, status, tokenize, whatif
+from kvmesh.frontend.openai import chat, completions, embeddings, models
+from kvmesh.frontend.responses import count as input_tokens
+from kvmesh.frontend.responses import create as responses
+from kvmesh.frontend.responses import stored
 
 ENDPOINTS: Sequence[Endpoint] = (
     chat.ENDPOINT,

@@ -20,8 +20,8 @@ import jinja2.runtime
 import jinja2.utils
 import msgspec
 
-from frontend.template_limits import MAX_SOURCE_CHARS, LimitedEnvironment, limited
-from protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.frontend.template_limits import MAX_SOURCE_CHARS, LimitedEnvironment, limited
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,17 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 
-from mesh.trace_context import Headers, TraceContext, new_span_id, read_context, span_id_of, trace_id_of, traceparent
-from protocol.ids import RequestId
-from protocol.messages import Placed, PullReport, Target, WorkerTimes
+from kvmesh.mesh.trace_context import (
+    Headers,
+    TraceContext,
+    new_span_id,
+    read_context,
+    span_id_of,
+    trace_id_of,
+    traceparent,
+)
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Placed, PullReport, Target, WorkerTimes
 
 MAX_ATTEMPTS = 16  # of one answer that are kept: the first, and the latest
 EMBEDDINGS = "embeddings"  # the endpoint that has vectors for answers
@@ -129,7 +137,7 @@ class RequestTimeline(Struct, gc=False):
     tokenized: float | None = None
     answers: Sequence[AnswerRecord] = ()
     ended: float | None = None
-    outcome: str = ""  # from frontend.errors.OUTCOMES, "" while it runs
+    outcome: str = ""  # from kvmesh.frontend.errors.OUTCOMES, "" while it runs
     has_migrated: bool = False
     slo_missed: str = ""  # the part of the SLO that it missed, "" for none
     isl_tokens: int = 0

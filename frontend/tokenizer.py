@@ -17,13 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 import tokenizers
 
-from frontend.detokenizer import NONE_SHOWN, Detokenizer, TokenDecoder, token_decoder
-from frontend.tokenizing import metrics
-from frontend.tokenizing.backends import BackendName, HfBackend, TokenizerBackend, choose_backend
-from frontend.tokenizing.cache import PieceCache
-from frontend.tokenizing.cuts import CutRules, cut_rules, steps
-from frontend.tokenizing.names import TokenNames
-from protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.frontend.detokenizer import NONE_SHOWN, Detokenizer, TokenDecoder, token_decoder
+from kvmesh.frontend.tokenizing import metrics
+from kvmesh.frontend.tokenizing.backends import BackendName, HfBackend, TokenizerBackend, choose_backend
+from kvmesh.frontend.tokenizing.cache import PieceCache
+from kvmesh.frontend.tokenizing.cuts import CutRules, cut_rules, steps
+from kvmesh.frontend.tokenizing.names import TokenNames
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -4,11 +4,11 @@ Every request has a cheap record while traces are on. Spans are made of it only 
 beginning, and for requests that failed, missed the SLO or migrated. So nothing interesting is lost by sampling.
 """
 
-from frontend.spans import Resource, TraceSpans
-from frontend.timeline import RequestTimeline
-from mesh.measure import locked_counter
-from mesh.otlp import Exporter, encode_spans
-from mesh.trace_context import TraceContext, TraceStarts, new_span_id
+from kvmesh.frontend.spans import Resource, TraceSpans
+from kvmesh.frontend.timeline import RequestTimeline
+from kvmesh.mesh.measure import locked_counter
+from kvmesh.mesh.otlp import Exporter, encode_spans
+from kvmesh.mesh.trace_context import TraceContext, TraceStarts, new_span_id
 
 TRACES = locked_counter("kvmesh_frontend_traces_total")  # outcome: exported, dropped, failed
 REJECTED_SPANS = locked_counter("kvmesh_frontend_rejected_spans_total")
@@ -28,11 +28,11 @@ class Tracing:
         )
 
     def begin(self, parent: TraceContext | None) -> tuple[str, bool]:
-        """Implements frontend.timeline.Tracer."""
+        """Implements kvmesh.frontend.timeline.Tracer."""
         return self._begin() if parent is None else (parent.header(new_span_id()), parent.is_sampled)
 
     def ended(self, timeline: RequestTimeline) -> bool:
-        """Implements frontend.timeline.Tracer."""
+        """Implements kvmesh.frontend.timeline.Tracer."""
         return is_wanted(timeline) and self._exporter.put(timeline)
 
     def close(self) -> None:

@@ -3,9 +3,9 @@
 import secrets
 from dataclasses import dataclass, field
 
-from frontend.answer import Part, PlacedLogprob
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from protocol.messages import FinishReason
+from kvmesh.frontend.answer import Part, PlacedLogprob
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.protocol.messages import FinishReason
 
 
 @dataclass(slots=True)

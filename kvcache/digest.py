@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protocol.hashing import TIER_MARK, digest_term
+from kvmesh.protocol.hashing import TIER_MARK, digest_term
 
 _FEW = 16
 
 
 def digest_terms(hashes: Sequence[int]) -> int:
-    """Return the sum of `protocol.hashing.digest_term` (of the device tier) over `hashes`, mod 2**64."""
+    """Return the sum of `kvmesh.protocol.hashing.digest_term` (of the device tier) over `hashes`, mod 2**64."""
     if not hashes:
         return 0
     if len(hashes) < _FEW:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.messages import KvLayout
+from kvmesh.protocol.messages import KvLayout
 
 
 @dataclass(frozen=True, slots=True)

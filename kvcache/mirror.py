@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from protocol.errors import WireError
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import block_hashes, digest_term, extend_chain, hash_seed
-from protocol.ids import BlockHash, EngineHash, SequenceHash
-from protocol.tiers import MEDIA, Tier, tier_of
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import block_hashes, digest_term, extend_chain, hash_seed
+from kvmesh.protocol.ids import BlockHash, EngineHash, SequenceHash
+from kvmesh.protocol.tiers import MEDIA, Tier, tier_of
 
 MAX_BLOCKS = 1 << 22
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcache.digest import digest_terms
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.ids import EngineHash, SequenceHash
+from kvmesh.kvcache.digest import digest_terms
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash, SequenceHash
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _AT_ONCE = 256

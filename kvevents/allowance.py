@@ -6,7 +6,7 @@ events that its bytes could hold.
 
 from dataclasses import dataclass
 
-from kvevents.formats import MAX_EVENTS
+from kvmesh.kvevents.formats import MAX_EVENTS
 
 _TS_BYTES = 9  # of a msgpack double, after the first byte of the batch
 _LEAST_EVENT_BYTES = 3

@@ -4,7 +4,7 @@ A question is open from `ask` to the verdict. Meanwhile `record` gets our digest
 worker answers for its own last batch, which may be before or after ours.
 """
 
-from protocol.events import Digest
+from kvmesh.protocol.events import Digest
 
 _MAX_RECORDS = 1024  # an answer for an older batch gets no verdict
 _MAX_SKIPPED = 64

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from protocol.events import KvEvent, Removed, Stored
+from kvmesh.protocol.events import KvEvent, Removed, Stored
 
 BATCH_BYTES = 1 << 20
 

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from kvevents.nats_access import SCHEMES as NATS_SCHEMES
-from kvevents.transport import EventLink, KvSource, Listener, Publisher
-from protocol.errors import ConfigError
-from protocol.ids import WorkerId
+from kvmesh.kvevents.nats_access import SCHEMES as NATS_SCHEMES
+from kvmesh.kvevents.transport import EventLink, KvSource, Listener, Publisher
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import WorkerId
 
 if TYPE_CHECKING:
-    from kvevents.door import EventDoor, KeyPair
-    from kvevents.nats import NatsServer
-    from kvevents.nats_access import NatsAccess
+    from kvmesh.kvevents.door import EventDoor, KeyPair
+    from kvmesh.kvevents.nats import NatsServer
+    from kvmesh.kvevents.nats_access import NatsAccess
 
 
 class Links:
@@ -32,11 +32,11 @@ class Links:
     def open(self, source: KvSource, listener: Listener) -> EventLink:
         """Open a link to `source`. Raises ConfigError for a bad endpoint."""
         if not source.endpoint.startswith(NATS_SCHEMES):
-            from kvevents.zmq_link import ZmqLink
+            from kvmesh.kvevents.zmq_link import ZmqLink
 
             return ZmqLink(source, listener, self._keys)
-        from kvevents.nats import NatsLink, NatsServer, check_subject, split_endpoint
-        from kvevents.nats_access import NatsAccess
+        from kvmesh.kvevents.nats import NatsLink, NatsServer, check_subject, split_endpoint
+        from kvmesh.kvevents.nats_access import NatsAccess
 
         url, subject = split_endpoint(source.endpoint)
         check_subject(subject, source.worker_id, source.dp_rank)
@@ -59,7 +59,7 @@ def read_known(nats_url: str) -> "NatsAccess | None":
     """Return the server of a setting; None if there is none. Raises ConfigError."""
     if not nats_url:
         return None
-    from kvevents.nats_access import read_access
+    from kvmesh.kvevents.nats_access import read_access
 
     return read_access(nats_url)
 
@@ -78,12 +78,12 @@ def open_publisher(
     """Open a publisher. ZMQ listens on `bind`, see KvEventPublisher. Raises ConfigError if that fails."""
     match transport:
         case "zmq":
-            from kvevents.publisher import KvEventPublisher
+            from kvmesh.kvevents.publisher import KvEventPublisher
 
             host = advertise_host or None
             return KvEventPublisher(bind, bind, dp_rank=dp_rank, advertise_host=host, door=door, keys=keys)
         case "nats":
-            from kvevents.nats import NatsKvEventPublisher
+            from kvmesh.kvevents.nats import NatsKvEventPublisher
 
             return NatsKvEventPublisher(nats_url, worker_id, dp_rank=dp_rank)
     raise ConfigError(f"no KV event transport {transport!r}", hint="set --kv-events-transport to zmq or nats")

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf
 
-from kvevents.audit import Audit
-from kvevents.formats import batch_ts
-from kvevents.pending import PendingBatches, PendingBudget
-from protocol.events import Digest
+from kvmesh.kvevents.audit import Audit
+from kvmesh.kvevents.formats import batch_ts
+from kvmesh.kvevents.pending import PendingBatches, PendingBudget
+from kvmesh.protocol.events import Digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from weakref import WeakSet
 import zmq
 from zmq.utils import z85
 
-from kvevents.sockets import Frames, LoopSocket, open_socket
-from protocol.card_checks import is_event_key
-from protocol.errors import InvalidRequestError, OverloadedError
+from kvmesh.kvevents.sockets import Frames, LoopSocket, open_socket
+from kvmesh.protocol.card_checks import is_event_key
+from kvmesh.protocol.errors import InvalidRequestError, OverloadedError
 
 HANDSHAKE_S = 2.0  # a connection that is not admitted by then is cut; an honest one tries again
 MAX_FOLLOWERS = 1024
@@ -131,7 +131,7 @@ class EventDoor:
     def open_socket(
         self, kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: int = -1
     ) -> zmq.Socket[bytes]:
-        """Open a socket for whose connections this door can be asked. See kvevents.sockets.open_socket."""
+        """Open a socket for whose connections this door can be asked. See kvmesh.kvevents.sockets.open_socket."""
         socket = open_socket(kind, receive=receive, send=send, max_bytes=max_bytes, context=self._context)
         self._sockets.add(socket)
         return socket

@@ -24,9 +24,9 @@ from typing import Annotated, cast
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from protocol.errors import WireError
-from protocol.events import Cleared, KvEvent, Removed, Stored
-from protocol.ids import EngineHash
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash
 
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_EVENTS = 65_536  # of one payload

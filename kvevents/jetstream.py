@@ -15,8 +15,8 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg, StorageType, StreamConfig
 
-from kvevents.nats_access import NatsAccess
-from protocol.errors import ConfigError, PeerLostError
+from kvmesh.kvevents.nats_access import NatsAccess
+from kvmesh.protocol.errors import ConfigError, PeerLostError
 
 log = logging.getLogger(__name__)
 

@@ -23,14 +23,14 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 
-from kvevents import jetstream
-from kvevents.batches import in_parts
-from kvevents.formats import MAX_PAYLOAD_BYTES, encode_payload
-from kvevents.nats_access import NatsAccess, read_access, token
-from kvevents.transport import Listener, TakeBatch
-from protocol.errors import ConfigError, PeerLostError
-from protocol.events import KvEvent
-from protocol.ids import WorkerId
+from kvmesh.kvevents import jetstream
+from kvmesh.kvevents.batches import in_parts
+from kvmesh.kvevents.formats import MAX_PAYLOAD_BYTES, encode_payload
+from kvmesh.kvevents.nats_access import NatsAccess, read_access, token
+from kvmesh.kvevents.transport import Listener, TakeBatch
+from kvmesh.protocol.errors import ConfigError, PeerLostError
+from kvmesh.protocol.events import KvEvent
+from kvmesh.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _FORGET_FOLLOWER_S = 30.0
 
 
 class NatsKvEventPublisher:
-    """Implements kvevents.transport.Publisher.
+    """Implements kvmesh.kvevents.transport.Publisher.
 
     Batches wait here, in order, until the server has stored them, also while the server is away. When too many wait,
     the oldest are dropped (`lost`), and followers find the gap in the numbers.
@@ -160,7 +160,7 @@ class _Batch:
 
 
 class NatsLink:
-    """Implements kvevents.transport.EventLink."""
+    """Implements kvmesh.kvevents.transport.EventLink."""
 
     can_replay = True
     numbers_restart = False  # a subject belongs to one process
@@ -204,7 +204,7 @@ class NatsServer:
         return self._is_ready.is_set()
 
     async def replay(self, subject: str, start: int, take: TakeBatch, silence_s: float) -> None:
-        """Replay batches of `subject`, as kvevents.transport.EventLink says."""
+        """Replay batches of `subject`, as kvmesh.kvevents.transport.EventLink says."""
 
         def on_message(message: Msg) -> bool:
             seq = jetstream.number_of(message)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 USAGE = "nats://host:port?user=NAME&password-file=FILE, or with TLS tls://host:port?ca=FILE&cert=FILE&key=FILE"
 DEFAULT_PORT = 4222

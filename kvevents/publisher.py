@@ -10,13 +10,13 @@ from enum import Enum
 
 import zmq
 
-from kvevents.batches import in_parts
-from kvevents.door import EventDoor, KeyPair, close_to_strangers
-from kvevents.formats import encode_payload
-from kvevents.ring import ReplayRing
-from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
-from protocol.errors import ConfigError
-from protocol.events import KvEvent
+from kvmesh.kvevents.batches import in_parts
+from kvmesh.kvevents.door import EventDoor, KeyPair, close_to_strangers
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.kvevents.ring import ReplayRing
+from kvmesh.kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.events import KvEvent
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from mesh.address import join_address, split_address
-from protocol.errors import ConfigError
+from kvmesh.mesh.address import join_address, split_address
+from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

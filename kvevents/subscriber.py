@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Protocol
 
-from kvevents.allowance import Allowance, EventRates
-from kvevents.connect import Links
-from kvevents.cursor import (
+from kvmesh.kvevents.allowance import Allowance, EventRates
+from kvmesh.kvevents.connect import Links
+from kvmesh.kvevents.cursor import (
     Action,
     Apply,
     Cursor,
@@ -23,13 +23,13 @@ from kvevents.cursor import (
     RequestSnapshot,
     Reset,
 )
-from kvevents.pending import PendingBudget
-from kvevents.transport import KvSource, Snapshot
-from mesh.safeguards import is_off
-from protocol.errors import MeshError, WireError
-from protocol.events import Digest
-from protocol.ids import WorkerId
-from protocol.messages import KvDigest
+from kvmesh.kvevents.pending import PendingBudget
+from kvmesh.kvevents.transport import KvSource, Snapshot
+from kvmesh.mesh.safeguards import is_off
+from kvmesh.protocol.errors import MeshError, WireError
+from kvmesh.protocol.events import Digest
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import KvDigest
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class _Shared:
 class _Feed:
     """A source: its link brings live batches, and `run` makes the requests of the cursor.
 
-    Implements kvevents.transport.Listener.
+    Implements kvmesh.kvevents.transport.Listener.
     """
 
     task: asyncio.Task[None]

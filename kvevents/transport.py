@@ -2,17 +2,17 @@
 
 Each transport passes tests/contracts/test_kv_events.py and carries numbered batches in the engines' format.
 A transport may lose and repeat batches: the follower handles order, gaps and restarts (kvevents/cursor.py).
-`kvevents.connect` opens the transport that a setting or an endpoint names.
+`kvmesh.kvevents.connect` opens the transport that a setting or an endpoint names.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvevents.cursor import Position
-from protocol.events import KvEvent
-from protocol.ids import WorkerId
-from protocol.messages import KvDigest
+from kvmesh.kvevents.cursor import Position
+from kvmesh.protocol.events import KvEvent
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import KvDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class EventLink(Protocol):
     """Brings the events of one source to its listener, from the moment at which it is made."""
 
     can_replay: bool
-    numbers_restart: bool  # see kvevents.cursor.Cursor
+    numbers_restart: bool  # see kvmesh.kvevents.cursor.Cursor
 
     @property
     def is_up(self) -> bool:

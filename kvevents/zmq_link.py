@@ -5,13 +5,13 @@ import asyncio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.door import KeyPair, show_key
-from kvevents.formats import MAX_PAYLOAD_BYTES
-from kvevents.publisher import END_OF_REPLAY
-from kvevents.sockets import Frames, LoopSocket, open_socket
-from kvevents.transport import KvSource, Listener, TakeBatch
-from protocol.card_checks import is_event_key
-from protocol.errors import ConfigError
+from kvmesh.kvevents.door import KeyPair, show_key
+from kvmesh.kvevents.formats import MAX_PAYLOAD_BYTES
+from kvmesh.kvevents.publisher import END_OF_REPLAY
+from kvmesh.kvevents.sockets import Frames, LoopSocket, open_socket
+from kvmesh.kvevents.transport import KvSource, Listener, TakeBatch
+from kvmesh.protocol.card_checks import is_event_key
+from kvmesh.protocol.errors import ConfigError
 
 _QUEUED_BATCHES = 4096  # of one worker, kept while the loop is busy
 _QUEUED_REPLAYS = 256
@@ -19,7 +19,7 @@ _SEQ_BYTES = 8
 
 
 class ZmqLink:
-    """Implements kvevents.transport.EventLink."""
+    """Implements kvmesh.kvevents.transport.EventLink."""
 
     numbers_restart = True
     is_up = True  # ZMQ connects again by itself, and a worker that is away leaves the mesh

@@ -1,6 +1,6 @@
 """Addresses as peers write them: host:port, with an IPv6 host in brackets."""
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 
 def join_address(host: str, port: int) -> str:

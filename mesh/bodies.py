@@ -2,7 +2,7 @@
 
 import aiohttp
 
-from protocol.errors import WireError
+from kvmesh.protocol.errors import WireError
 
 
 async def bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

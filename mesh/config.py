@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import msgspec
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
-from mesh.safeguards import is_off
+from kvmesh.mesh.safeguards import is_off
 
 _IS_OFF = is_off("deadline")
 GRAIN_S = 0.02  # no deadline expires later than that

@@ -12,8 +12,8 @@ from prometheus_client.openmetrics import exposition as open_metrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from mesh.metric_list import DECLARED, metric_of
-from protocol.version import RELEASE
+from kvmesh.mesh.metric_list import DECLARED, metric_of
+from kvmesh.protocol.version import RELEASE
 
 BUILD = "kvmesh_build_info"
 PLAIN, OPEN_METRICS = "text/plain", "application/openmetrics-text"

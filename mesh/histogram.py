@@ -9,7 +9,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from mesh.tally import LoopMetric
+from kvmesh.mesh.tally import LoopMetric
 
 _NONE: Mapping[int, Exemplar] = {}
 

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from mesh.bodies import bounded
-from mesh.silence import probe_when_silent
-from protocol.errors import ConfigError, MeshError, WireError
-from protocol.messages import UNREADABLE
+from kvmesh.mesh.bodies import bounded
+from kvmesh.mesh.silence import probe_when_silent
+from kvmesh.protocol.errors import ConfigError, MeshError, WireError
+from kvmesh.protocol.messages import UNREADABLE
 
 ACCOUNT_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 TIMEOUT_S = 15.0

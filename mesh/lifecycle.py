@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from mesh.starting import SIGNALS, end_on_signals, interrupt_on_sigint
-from protocol.errors import ConfigError, ExpiredError, MeshError
+from kvmesh.mesh.starting import SIGNALS, end_on_signals, interrupt_on_sigint
+from kvmesh.protocol.errors import ConfigError, ExpiredError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _end_anyway(code: int) -> None:
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
-        from mesh.event_loop import ServiceLoop
+        from kvmesh.mesh.event_loop import ServiceLoop
     except ImportError:  # uvloop is not installed
         return None
     return ServiceLoop

@@ -6,7 +6,7 @@ import os
 from io import FileIO
 from pathlib import Path
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

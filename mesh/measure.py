@@ -11,9 +11,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mesh.histogram import LoopHistogram
-from mesh.metric_list import LABELS, OTHER, declared
-from mesh.tally import LoopCounter, LoopGauge
+from kvmesh.mesh.histogram import LoopHistogram
+from kvmesh.mesh.metric_list import LABELS, OTHER, declared
+from kvmesh.mesh.tally import LoopCounter, LoopGauge
 
 
 def counter(name: str, registry: CollectorRegistry = REGISTRY) -> LoopCounter:

@@ -4,7 +4,7 @@ from typing import Any
 
 import aiohttp
 
-from mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.credentials import Credentials
 
 
 def member_session(credentials: Credentials | None, **settings: Any) -> aiohttp.ClientSession:

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar, Sample
 
-from mesh.exposition import Exposed, open_text, page
-from mesh.metric_list import together_of
+from kvmesh.mesh.exposition import Exposed, open_text, page
+from kvmesh.mesh.metric_list import together_of
 
 log = logging.getLogger(__name__)
 

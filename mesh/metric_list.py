@@ -469,7 +469,7 @@ _PYTHON = (
     _counter("python_gc_collections_total", "runs", "generation", "Runs of the garbage collector."),
 )
 
-_BY_ROUTER = "Processes with a router: those of `python -m router`, and frontends whose router is embedded."
+_BY_ROUTER = "Processes with a router: those of `kvmesh router`, and frontends whose router is embedded."
 GROUPS: tuple[MetricGroup, ...] = (
     MetricGroup("Frontend", "Frontends.", _FRONTEND),
     MetricGroup("Tokenizer", "Frontends and endpoint pickers.", _TOKENIZER),

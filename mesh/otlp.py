@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct, field
 
-from protocol.errors import ConfigError
-from protocol.version import RELEASE
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.version import RELEASE
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from mesh.http.door import PLAIN_REFUSAL, Door
-from mesh.identity.credentials import HANDSHAKE_S, ShownIdentity, member_of
-from mesh.identity.metrics import HANDSHAKES
-from protocol.errors import IdentityError
+from kvmesh.mesh.http.door import PLAIN_REFUSAL, Door
+from kvmesh.mesh.identity.credentials import HANDSHAKE_S, ShownIdentity, member_of
+from kvmesh.mesh.identity.metrics import HANDSHAKES
+from kvmesh.protocol.errors import IdentityError
 
 MEMBER = "kvmesh.member"  # in the environment of a request: who asks
 READ_S = 10.0  # for a client to send a request, or to read the answer

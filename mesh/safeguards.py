@@ -7,7 +7,7 @@ import or at start and keeps the answer, so that a request pays nothing.
 import os
 from typing import Literal, get_args
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 VARIABLE = "KVMESH_WITHOUT"
 Safeguard = Literal[

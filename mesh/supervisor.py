@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from mesh.lifecycle import EXIT_BAD_SETTINGS, PARENT_PID
-from protocol.errors import ConfigError, EngineError, MeshError
+from kvmesh.mesh.lifecycle import EXIT_BAD_SETTINGS, PARENT_PID
+from kvmesh.protocol.errors import ConfigError, EngineError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ MOST_DOWN_S = 600.0
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     name: str
-    argv: Sequence[str]  # after the Python executable, e.g. ["-m", "workers", ...]
+    argv: Sequence[str]  # after the Python executable, e.g. ["-m", "kvmesh.workers", ...]; "-P" is added
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -203,6 +203,7 @@ class Supervisor:
             with self._output_of(spec.name) as output:
                 self._running[spec.name] = await asyncio.create_subprocess_exec(
                     sys.executable,
+                    "-P",  # no module of the working directory
                     *spec.argv,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,

@@ -16,23 +16,23 @@ import msgspec
 from msgspec import Meta
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 
-from mesh.address import cannot_listen, join_address
-from mesh.exposition import Exposed
-from mesh.http.browsers import BrowserPolicy, policy_of
-from mesh.http.door import Door, check_member
-from mesh.http.errors import ForbiddenError, error_body
-from mesh.http.request import JSON
-from mesh.log_flood import SUMMARY_S, LogFlood
-from mesh.pages import MEMBER, PageServer, QuietHandler, server_class
-from mesh.trace_context import outgoing_trace_id, reset_outgoing, set_outgoing
-from protocol.errors import ConfigError, InvalidRequestError, shown_error
+from kvmesh.mesh.address import cannot_listen, join_address
+from kvmesh.mesh.exposition import Exposed
+from kvmesh.mesh.http.browsers import BrowserPolicy, policy_of
+from kvmesh.mesh.http.door import Door, check_member
+from kvmesh.mesh.http.errors import ForbiddenError, error_body
+from kvmesh.mesh.http.request import JSON
+from kvmesh.mesh.log_flood import SUMMARY_S, LogFlood
+from kvmesh.mesh.pages import MEMBER, PageServer, QuietHandler, server_class
+from kvmesh.mesh.trace_context import outgoing_trace_id, reset_outgoing, set_outgoing
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError, shown_error
 
 # Types of settings: the field of each service's config.
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")]
 LogFormat = Annotated[Literal["text", "json"], Meta(description="format of the log lines")]
 Namespace = Annotated[str, Meta(description="name of the mesh: the label `namespace` of its metrics; empty: no label")]
 
-ACCESS_LOG = "mesh.http.access"
+ACCESS_LOG = "kvmesh.mesh.http.access"
 _Wsgi = Callable[[dict[str, Any], Any], Iterable[bytes]]
 NO_PAGES: Mapping[str, Callable[[], bytes]] = {}
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -246,6 +246,10 @@ class _Kind(NamedTuple):
     exception: str
 
 
+def _shown_logger(record: logging.LogRecord) -> str:
+    return record.name.removeprefix("kvmesh.")
+
+
 def _exception_type(record: logging.LogRecord) -> str:
     return record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
 
@@ -282,7 +286,7 @@ class TextFormatter(_TraceFormatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{_timestamp(record)} {record.levelname:<7} {self._service} {record.name}: "
+        head = f"{_timestamp(record)} {record.levelname:<7} {self._service} {_shown_logger(record)}: "
         fields = "".join(f" {key}={_shown(value)}" for key, value in _fields(record).items())
         lines = [head + _one_line(record.getMessage()) + fields]
         if record.exc_info:
@@ -304,7 +308,7 @@ class JsonFormatter(_TraceFormatter):
             "ts": _timestamp(record),
             "level": record.levelname.lower(),
             "service": self._service,
-            "logger": record.name,
+            "logger": _shown_logger(record),
             "message": record.getMessage(),
         }
         line |= {key: value for key, value in _fields(record).items() if key not in line}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Run the planner as a process: `python -m planner`."""
+"""Run the planner as a process: `kvmesh planner`."""
 
-from mesh.starting import end_on_signals
+from kvmesh.mesh.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()  # also while the modules below are imported
@@ -8,12 +8,12 @@ if __name__ == "__main__":
 import os
 import sys
 
-from mesh.config import load
-from mesh.lifecycle import run
-from mesh.telemetry import setup_logging
-from planner.config import ServiceConfig
-from planner.service import serve
-from protocol.errors import ConfigError
+from kvmesh.mesh.config import load
+from kvmesh.mesh.lifecycle import run
+from kvmesh.mesh.telemetry import setup_logging
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.service import serve
+from kvmesh.protocol.errors import ConfigError
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
             sys.argv[1:],
             os.environ,
             prefix="KVMESH_PLANNER_",
-            prog="python -m planner",
+            prog="kvmesh planner",
             description="Watch the traffic, forecast it, and have prefill and decode workers started and stopped so "
             "that an SLO is kept. See docs/planner-operations.md.",
             section="planner",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from planner.sizing import (
+from kvmesh.planner.sizing import (
     MAX_WORKERS,
     MISSED_SHARE,
     SPREAD,
@@ -20,8 +20,8 @@ from planner.sizing import (
     late_share,
     prefill_time_s,
 )
-from protocol.errors import ConfigError
-from protocol.profile import Profile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
 
 HALVINGS = 24  # of the search for a share of the time
 LEAST_SHARE = 1e-6  # of a worker's time that goes to prompts

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from planner.model import PlannerConfig, Reason
-from protocol.errors import ConfigError
-from protocol.profile import Profile
+from kvmesh.planner.model import PlannerConfig, Reason
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 This is the one place that knows both kinds of fleets: prefill and decode workers, or workers that do both halves.
 """
 
-from planner.aggregated import aggregated_need, both_halves
-from planner.correction import Corrections, corrected, corrected_aggregated
-from planner.costs import Horizon
-from planner.history import RecentTraffic, TrafficWindow
-from planner.model import Observation, PlannerConfig
-from planner.reactive import (
+from kvmesh.planner.aggregated import aggregated_need, both_halves
+from kvmesh.planner.correction import Corrections, corrected, corrected_aggregated
+from kvmesh.planner.costs import Horizon
+from kvmesh.planner.history import RecentTraffic, TrafficWindow
+from kvmesh.planner.model import Observation, PlannerConfig
+from kvmesh.planner.reactive import (
     NO_PRESSURE,
     Pressure,
     Rules,
@@ -16,8 +16,8 @@ from planner.reactive import (
     decode_pressure,
     prefill_pressure,
 )
-from planner.sizing import Demand, Need, Slo, check_tables, decode_need, prefill_need
-from protocol.profile import Profile
+from kvmesh.planner.sizing import Demand, Need, Slo, check_tables, decode_need, prefill_need
+from kvmesh.protocol.profile import Profile
 
 
 class FleetCapacity:

@@ -14,19 +14,19 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from mesh.bodies import bounded
-from mesh.config import load
-from mesh.identity.credentials import MeshTls, open_credentials
-from mesh.lifecycle import run
-from mesh.member_session import member_session
-from mesh.telemetry import LogFormat, LogLevel, setup_logging
-from planner.config import ServiceConfig
-from planner.connectors.compose import open_connector
-from planner.connectors.connector import Applied, Connector, Fleets
-from planner.connectors.virtual import Acknowledgement, Order, read_token
-from planner.model import Action, Reason, RoleFleet, ScalingDecision
-from planner.service import either
-from protocol.errors import ConfigError, MeshError, UnreachableError, WireError
+from kvmesh.mesh.bodies import bounded
+from kvmesh.mesh.config import load
+from kvmesh.mesh.identity.credentials import MeshTls, open_credentials
+from kvmesh.mesh.lifecycle import run
+from kvmesh.mesh.member_session import member_session
+from kvmesh.mesh.telemetry import LogFormat, LogLevel, setup_logging
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.connectors.compose import open_connector
+from kvmesh.planner.connectors.connector import Applied, Connector, Fleets
+from kvmesh.planner.connectors.virtual import Acknowledgement, Order, read_token
+from kvmesh.planner.model import Action, Reason, RoleFleet, ScalingDecision
+from kvmesh.planner.service import either
+from kvmesh.protocol.errors import ConfigError, MeshError, UnreachableError, WireError
 
 log = logging.getLogger(__name__)
 

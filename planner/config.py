@@ -4,13 +4,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from mesh.discovery import DiscoveryUrl
-from mesh.http.browsers import AllowedHosts
-from mesh.identity.credentials import MeshProbes, MeshTls
-from mesh.telemetry import LogFormat, LogLevel, Namespace
-from planner.model import PlannerConfig
-from planner.slo import Aim
-from protocol.messages import Role
+from kvmesh.mesh.discovery import DiscoveryUrl
+from kvmesh.mesh.http.browsers import AllowedHosts
+from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
+from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.planner.model import PlannerConfig
+from kvmesh.planner.slo import Aim
+from kvmesh.protocol.messages import Role
 
 CONTROL_FILE = "control.sock"
 

@@ -16,16 +16,16 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from planner.budget import Counts, ScalingLimits, clamp, least_of, limits_of, most_of
-from planner.capacity import FleetCapacity
-from planner.costs import Horizon, quantile_of
-from planner.forecast import Forecast
-from planner.history import TrafficHistory, TrafficWindow
-from planner.model import Action, Flip, Observation, PeakForecast, PlannerConfig, Reason, ScalingDecision, reason
-from planner.peak import EXCEEDED_S, ExpectedPeak
-from planner.reactive import Pressure
-from planner.sizing import Demand, Need
-from protocol.profile import Profile
+from kvmesh.planner.budget import Counts, ScalingLimits, clamp, least_of, limits_of, most_of
+from kvmesh.planner.capacity import FleetCapacity
+from kvmesh.planner.costs import Horizon, quantile_of
+from kvmesh.planner.forecast import Forecast
+from kvmesh.planner.history import TrafficHistory, TrafficWindow
+from kvmesh.planner.model import Action, Flip, Observation, PeakForecast, PlannerConfig, Reason, ScalingDecision, reason
+from kvmesh.planner.peak import EXCEEDED_S, ExpectedPeak
+from kvmesh.planner.reactive import Pressure
+from kvmesh.planner.sizing import Demand, Need
+from kvmesh.protocol.profile import Profile
 
 WARM_UP = 3  # intervals known before anything is taken away, after the start and after an outage
 HYSTERESIS = 0.04  # more load than forecast that the rest must carry before workers are taken away

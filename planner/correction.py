@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from planner.sizing import Demand, mean_wait_s, prefill_time_s
-from protocol.profile import Profile
+from kvmesh.planner.sizing import Demand, mean_wait_s, prefill_time_s
+from kvmesh.protocol.profile import Profile
 
 LOWEST, HIGHEST = 0.7, 2.0
 WEIGHT = 0.2  # of a new ratio

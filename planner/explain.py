@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from mesh.config import load
-from planner.config import ServiceConfig
-from planner.model import RoleFleet, Traffic
-from planner.outlook import sentences
-from planner.record import Record, read_records
-from planner.slo import sentence_of
-from protocol.errors import ConfigError
+from kvmesh.mesh.config import load
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.model import RoleFleet, Traffic
+from kvmesh.planner.outlook import sentences
+from kvmesh.planner.record import Record, read_records
+from kvmesh.planner.slo import sentence_of
+from kvmesh.protocol.errors import ConfigError
 
 
 class PlannerExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.costs import quantile_of
-from planner.forecast import Forecaster, Remembered
-from planner.model import Observation, PlannerConfig, Reason, Traffic, reason
-from planner.sizing import Demand
+from kvmesh.planner.costs import quantile_of
+from kvmesh.planner.forecast import Forecaster, Remembered
+from kvmesh.planner.model import Observation, PlannerConfig, Reason, Traffic, reason
+from kvmesh.planner.sizing import Demand
 
 LENGTHS_MEMORY = 3.0  # intervals after which the lengths of a request count 1/e
 COVERED = 0.5  # share of an interval that must be known

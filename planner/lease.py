@@ -6,9 +6,9 @@ import secrets
 import time
 from collections.abc import Callable
 
-from mesh.discovery import Discovery, Put, Registration
-from protocol.errors import WireError
-from protocol.messages import PlannerCard, decode, encode_card
+from kvmesh.mesh.discovery import Discovery, Put, Registration
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.messages import PlannerCard, decode, encode_card
 
 SETTLE_S = 1.0  # after this time, the card of a planner that started in the same moment is visible
 PREFIX = "planners/"

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import aiohttp
 from msgspec.structs import replace
 
-from planner.model import WorkerLoad
-from planner.scrape import fetch_page, samples
-from protocol.errors import MeshError, WireError
-from protocol.messages import WorkerCard
-from protocol.version import NEIGHBOURS
+from kvmesh.planner.model import WorkerLoad
+from kvmesh.planner.scrape import fetch_page, samples
+from kvmesh.protocol.errors import MeshError, WireError
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.protocol.version import NEIGHBOURS
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from mesh.measure import locked_counter, locked_gauge
-from planner.model import Action, Observation, RoleFleet, ScalingDecision, Traffic
-from planner.slo import SloState
+from kvmesh.mesh.measure import locked_counter, locked_gauge
+from kvmesh.planner.model import Action, Observation, RoleFleet, ScalingDecision, Traffic
+from kvmesh.planner.slo import SloState
 
 _P = "kvmesh_planner_"
 NAN = math.nan

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from mesh.discovery import Deleted, Discovery
-from mesh.lapsed import Lapsed
-from planner.connectors.connector import Fleets
-from planner.loads import fetch_loads, shared_out
-from planner.model import Observation, Traffic
-from planner.scrape import fetch_page
-from planner.traffic import Page, SloLimits, TrafficMeter, age_query, queries, read_page, traffic_told
-from protocol.errors import MeshError, WireError
-from protocol.messages import FrontendCard, Role, WorkerCard, decode_card
+from kvmesh.mesh.discovery import Deleted, Discovery
+from kvmesh.mesh.lapsed import Lapsed
+from kvmesh.planner.connectors.connector import Fleets
+from kvmesh.planner.loads import fetch_loads, shared_out
+from kvmesh.planner.model import Observation, Traffic
+from kvmesh.planner.scrape import fetch_page
+from kvmesh.planner.traffic import Page, SloLimits, TrafficMeter, age_query, queries, read_page, traffic_told
+from kvmesh.protocol.errors import MeshError, WireError
+from kvmesh.protocol.messages import FrontendCard, Role, WorkerCard, decode_card
 
 log = logging.getLogger(__name__)
 

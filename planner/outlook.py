@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.costs import Horizon
-from planner.model import Action, Observation, PeakForecast, PlannerConfig, RoleFleet, ScalingDecision, Traffic
+from kvmesh.planner.costs import Horizon
+from kvmesh.planner.model import Action, Observation, PeakForecast, PlannerConfig, RoleFleet, ScalingDecision, Traffic
 
 MOST_OBSERVATIONS = 64  # of an interval that are decided again; an interval with more has no outlook
 MORE = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)  # multiples of the observed rate that are tried
@@ -25,7 +25,7 @@ LOOK_EVERY_S = 30.0  # a look takes as long as some hundred decisions; each chan
 
 
 class DecidingCore(Protocol):
-    """Decides; planner.core.PlannerCore does. A deep copy of it decides the same."""
+    """Decides; kvmesh.planner.core.PlannerCore does. A deep copy of it decides the same."""
 
     def decide(self, seen: Observation) -> ScalingDecision: ...
 

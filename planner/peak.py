@@ -5,9 +5,9 @@ traffic of a deployment request, or from the highest minutes of the last weeks. 
 a burst goes, and keeps a fleet that starts at its full size until the peak has had time to come.
 """
 
-from planner.budget import Counts, least_of, most_of
-from planner.model import PlannerConfig, Reason, reason
-from protocol.errors import ConfigError
+from kvmesh.planner.budget import Counts, least_of, most_of
+from kvmesh.planner.model import PlannerConfig, Reason, reason
+from kvmesh.protocol.errors import ConfigError
 
 EXCEEDED_S = 300.0  # a load above the expected one that lasts so long shows that the expectation is wrong
 KNOWN = 0.9  # share of that time whose traffic must be known: pieces end when they end, and some are missing

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 
-from planner.config import ServiceConfig
-from planner.sizing import check_tables
-from protocol.errors import ConfigError
-from protocol.profile import DecodeTable, PrefillTable, Profile, read_profile
-from protocol.timing import PolynomialTiming
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.sizing import check_tables
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile, read_profile
+from kvmesh.protocol.timing import PolynomialTiming
 
 MOCK = "mock"  # instead of a file
 

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from planner.aggregated import aggregated_capacity, pool_of, prompt_times_s
-from planner.costs import Horizon
-from planner.history import RecentTraffic
-from planner.model import Reason, RoleFleet, WorkerLoad
-from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
-from protocol.profile import Profile
+from kvmesh.planner.aggregated import aggregated_capacity, pool_of, prompt_times_s
+from kvmesh.planner.costs import Horizon
+from kvmesh.planner.history import RecentTraffic
+from kvmesh.planner.model import Reason, RoleFleet, WorkerLoad
+from kvmesh.planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
+from kvmesh.protocol.profile import Profile
 
 CATCH_UP_S = 20.0  # a queue should be gone after this time
 SENSITIVITY = 0.8  # share of the SLO that the rest may reach when one worker is taken away

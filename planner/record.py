@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.connectors.connector import Applied
-from planner.model import Observation, ScalingDecision, WorkerLoad
-from planner.outlook import Outlook
-from planner.slo import SloState
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.planner.connectors.connector import Applied
+from kvmesh.planner.model import Observation, ScalingDecision, WorkerLoad
+from kvmesh.planner.outlook import Outlook
+from kvmesh.planner.slo import SloState
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ requests of equal length that come one after the other.
 
 import math
 
-from planner.budget import Counts, ScalingLimits, published_budget
-from planner.sizing import Demand, Slo, decode_capacity, prefill_time_s
-from protocol.profile import Profile
+from kvmesh.planner.budget import Counts, ScalingLimits, published_budget
+from kvmesh.planner.sizing import Demand, Slo, decode_capacity, prefill_time_s
+from kvmesh.protocol.profile import Profile
 
 
 def legacy_prefill(

@@ -7,8 +7,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from mesh.bodies import bounded
-from protocol.errors import MeshError, UnreachableError, WireError
+from kvmesh.mesh.bodies import bounded
+from kvmesh.protocol.errors import MeshError, UnreachableError, WireError
 
 MAX_PAGE_BYTES = 8 << 20
 

@@ -11,31 +11,31 @@ from typing import Literal, Protocol
 import aiohttp
 from msgspec.structs import replace
 
-from mesh.discovery import open_discovery
-from mesh.exposition import labelled
-from mesh.http.door import door_of
-from mesh.identity.metrics import using
-from mesh.identity.names import MeshRole
-from mesh.lifecycle import watch_parent
-from mesh.member_session import member_session
-from mesh.telemetry import log_ready, serve_metrics
-from planner import metrics
-from planner.budget import counted_gpus
-from planner.config import ServiceConfig, decoding_role
-from planner.connectors.connector import Applied, Connector, ConnectorError, Fleets
-from planner.connectors.kinds import KINDS, open_connector
-from planner.connectors.shadow import ShadowConnector
-from planner.core import PlannerCore
-from planner.lease import Lease, card_of
-from planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision
-from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource, page_answers
-from planner.outlook import Outlook, OutlookKeeper
-from planner.profiles import open_profiles
-from planner.record import Record, RecordFile, kept
-from planner.slo import SloWatch, read_statements, with_slo
-from planner.told import ToldSteps, step_of
-from planner.traffic import SloLimits
-from protocol.errors import ConfigError, FeedLostError
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.mesh.exposition import labelled
+from kvmesh.mesh.http.door import door_of
+from kvmesh.mesh.identity.metrics import using
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.lifecycle import watch_parent
+from kvmesh.mesh.member_session import member_session
+from kvmesh.mesh.telemetry import log_ready, serve_metrics
+from kvmesh.planner import metrics
+from kvmesh.planner.budget import counted_gpus
+from kvmesh.planner.config import ServiceConfig, decoding_role
+from kvmesh.planner.connectors.connector import Applied, Connector, ConnectorError, Fleets
+from kvmesh.planner.connectors.kinds import KINDS, open_connector
+from kvmesh.planner.connectors.shadow import ShadowConnector
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.lease import Lease, card_of
+from kvmesh.planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision
+from kvmesh.planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource, page_answers
+from kvmesh.planner.outlook import Outlook, OutlookKeeper
+from kvmesh.planner.profiles import open_profiles
+from kvmesh.planner.record import Record, RecordFile, kept
+from kvmesh.planner.slo import SloWatch, read_statements, with_slo
+from kvmesh.planner.told import ToldSteps, step_of
+from kvmesh.planner.traffic import SloLimits
+from kvmesh.protocol.errors import ConfigError, FeedLostError
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +46,13 @@ MAX_GAP_TICKS = 3.0  # GPU-hours are not counted over a longer gap between two s
 
 
 class Core(Protocol):
-    """Decides; planner.core.PlannerCore does, and tests have their own."""
+    """Decides; kvmesh.planner.core.PlannerCore does, and tests have their own."""
 
     def decide(self, seen: Observation) -> ScalingDecision: ...
 
 
 class Observes(Protocol):
-    """Observes the mesh; planner.observe.Observer does, and tests have their own."""
+    """Observes the mesh; kvmesh.planner.observe.Observer does, and tests have their own."""
 
     async def observe(self, at_s: float, fleets: Fleets) -> Observation: ...
 

@@ -9,8 +9,8 @@ roles are planned so that nearly all requests stay within the SLO, and so that n
 import math
 from dataclasses import dataclass
 
-from protocol.errors import ConfigError
-from protocol.profile import Profile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
 
 MAX_WORKERS = 4096  # of a role; a larger need is reported as this number
 MISSED_SHARE = 0.01  # of the requests may find too long a queue, by the formula

@@ -11,8 +11,8 @@ from typing import Literal, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.model import PlannerConfig, SloCounts, Traffic
-from protocol.errors import ConfigError
+from kvmesh.planner.model import PlannerConfig, SloCounts, Traffic
+from kvmesh.protocol.errors import ConfigError
 
 Aim = Literal["price", "budget", "target"]
 

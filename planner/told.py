@@ -4,9 +4,9 @@ import math
 
 import msgspec
 
-from planner.connectors.connector import Applied
-from planner.model import Observation, RoleFleet, ScalingDecision
-from protocol.messages import MAX_PLANNER_STEPS, PlannerStep, PlannerSteps, RoleCount
+from kvmesh.planner.connectors.connector import Applied
+from kvmesh.planner.model import Observation, RoleFleet, ScalingDecision
+from kvmesh.protocol.messages import MAX_PLANNER_STEPS, PlannerStep, PlannerSteps, RoleCount
 
 MAX_REASONS = 16
 MAX_REASON_CHARS = 400

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
-from mesh.metric_list import DECLARED
-from planner.model import SloCounts, Traffic
-from planner.scrape import samples
-from protocol.errors import WireError
+from kvmesh.mesh.metric_list import DECLARED
+from kvmesh.planner.model import SloCounts, Traffic
+from kvmesh.planner.scrape import samples
+from kvmesh.protocol.errors import WireError
 
 _P = "kvmesh_frontend_"
 _ROUTER_WAITING = "kvmesh_router_waiting"

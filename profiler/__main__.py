@@ -3,17 +3,17 @@
 import importlib
 import sys
 
-from mesh.lifecycle import run_command
-from protocol.errors import ConfigError
+from kvmesh.mesh.lifecycle import run_command
+from kvmesh.protocol.errors import ConfigError
 
 COMMANDS = {
-    "measure": ("profiler.commands.measure", "measure a running server, or an engine in this process"),
+    "measure": ("kvmesh.profiler.commands.measure", "measure a running server, or an engine in this process"),
     "estimate": (
-        "profiler.commands.estimate",
+        "kvmesh.profiler.commands.estimate",
         "estimate from a model's config.json and a data sheet, without hardware",
     ),
-    "plan": ("profiler.commands.plan", "choose mappings and counts that keep an SLO; write the deployment"),
-    "import": ("profiler.commands.import_npz", "make a profile of a NumPy archive that another tool wrote"),
+    "plan": ("kvmesh.profiler.commands.plan", "choose mappings and counts that keep an SLO; write the deployment"),
+    "import": ("kvmesh.profiler.commands.import_npz", "make a profile of a NumPy archive that another tool wrote"),
 }
 
 

@@ -5,11 +5,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from profiler.gpus import Gpu
-from profiler.grid import WorkerLimits
-from profiler.shape import config_of
-from protocol.errors import ConfigError
-from workers.engines.mapping import MappingKind, ParallelMapping
+from kvmesh.profiler.gpus import Gpu
+from kvmesh.profiler.grid import WorkerLimits
+from kvmesh.profiler.shape import config_of
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.engines.mapping import MappingKind, ParallelMapping
 
 
 class AiConfigurator:

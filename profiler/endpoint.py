@@ -7,14 +7,14 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from profiler.grid import WorkerLimits
-from profiler.measure import Timeline
-from protocol.errors import ConfigError, EngineError, MeshError, UnreachableError, WireError
-from protocol.messages import UNREADABLE
-from workers.engines.attached.http import ServerHttp
-from workers.engines.attached.kinds import OPENAI, kind_of
-from workers.engines.attached.probe import read_cache_config, read_models
-from workers.engines.attached.server import AttachedServer
+from kvmesh.profiler.grid import WorkerLimits
+from kvmesh.profiler.measure import Timeline
+from kvmesh.protocol.errors import ConfigError, EngineError, MeshError, UnreachableError, WireError
+from kvmesh.protocol.messages import UNREADABLE
+from kvmesh.workers.engines.attached.http import ServerHttp
+from kvmesh.workers.engines.attached.kinds import OPENAI, kind_of
+from kvmesh.workers.engines.attached.probe import read_cache_config, read_models
+from kvmesh.workers.engines.attached.server import AttachedServer
 
 ASK_TIMEOUT_S = 10.0
 

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from profiler.gpus import Gpu
-from profiler.grid import (
+from kvmesh.profiler.gpus import Gpu
+from kvmesh.profiler.grid import (
     DecodePoint,
     PrefillPoint,
     WorkerLimits,
@@ -12,9 +12,9 @@ from profiler.grid import (
     prefill_axis,
     prefill_table,
 )
-from profiler.shape import ModelShape
-from protocol.profile import Profile
-from workers.engines.mapping import ParallelMapping
+from kvmesh.profiler.shape import ModelShape
+from kvmesh.protocol.profile import Profile
+from kvmesh.workers.engines.mapping import ParallelMapping
 
 PREFILL_POINTS = 16
 CONTEXT_POINTS = 8

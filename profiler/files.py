@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from profiler.npz import write_npz
-from protocol.errors import ConfigError
-from protocol.profile import Profile, check_profile, read_profile
+from kvmesh.profiler.npz import write_npz
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile, check_profile, read_profile
 
 
 def profile_path(folder: Path, mapping: str, role: str = "both") -> Path:

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 
 class Gpu(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from protocol.profile import DecodeTable, PrefillTable
+from kvmesh.protocol.profile import DecodeTable, PrefillTable
 
 SHORTEST_PROMPT_TOKENS = 16
 SHORTEST_CONTEXT_TOKENS = 64

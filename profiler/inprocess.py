@@ -4,12 +4,12 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from profiler.grid import WorkerLimits
-from profiler.measure import Timeline
-from protocol.errors import EngineError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import GenerateRequest, SamplingParams, StopConditions, pack_tokens
-from workers.engine import Engine, EngineInfo
+from kvmesh.profiler.grid import WorkerLimits
+from kvmesh.profiler.measure import Timeline
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.engine import Engine, EngineInfo
 
 _GREEDY = SamplingParams(temperature=0.0)
 

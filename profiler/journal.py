@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from profiler.grid import DecodePoint, Point, PrefillPoint
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.profiler.grid import DecodePoint, Point, PrefillPoint
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_JOURNAL_BYTES = 16 << 20
 

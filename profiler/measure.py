@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from profiler.grid import DecodeCell, DecodePoint, Point, PrefillPoint, WorkerLimits, decode_cells, prefill_axis
-from protocol.errors import EngineError, MeshError
+from kvmesh.profiler.grid import DecodeCell, DecodePoint, Point, PrefillPoint, WorkerLimits, decode_cells, prefill_axis
+from kvmesh.protocol.errors import EngineError, MeshError
 
 T = TypeVar("T")
 

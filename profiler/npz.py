@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from protocol.errors import ConfigError
-from protocol.profile import DecodeTable, PrefillTable, Profile, check_profile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile, check_profile
 
 MAX_NPZ_BYTES = 64 << 20
 MAX_CELLS = 1 << 20

@@ -5,7 +5,7 @@ from string import Template
 
 import msgspec
 
-from profiler.picks import Picks
+from kvmesh.profiler.picks import Picks
 
 MAX_POINTS = 2000
 _TEMPLATE = Path(__file__).with_name("page.html")

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from planner.budget import counted_gpus
-from planner.model import Reason
-from planner.sizing import MISSED_SHARE, SPREAD, Demand, late_share, mean_wait_s, prefill_time_s
-from protocol.errors import ConfigError
-from protocol.profile import Profile
+from kvmesh.planner.budget import counted_gpus
+from kvmesh.planner.model import Reason
+from kvmesh.planner.sizing import MISSED_SHARE, SPREAD, Demand, late_share, mean_wait_s, prefill_time_s
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
 
 MAX_BATCHES = 24  # of a decode mapping that are tried
 MAX_BUDGET = 1024

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from profiler.picks import Picks
-from protocol.errors import ConfigError
+from kvmesh.profiler.picks import Picks
+from kvmesh.protocol.errors import ConfigError
 
 
 def draw_front(picks: Picks, path: Path) -> None:

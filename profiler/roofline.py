@@ -7,11 +7,11 @@ mappings and shows what is out of reach, but it is not a measurement. docs/profi
 
 from msgspec import Struct
 
-from profiler.gpus import Gpu
-from profiler.grid import WorkerLimits
-from profiler.shape import ModelShape
-from protocol.errors import ConfigError
-from workers.engines.mapping import MappingKind, ParallelMapping
+from kvmesh.profiler.gpus import Gpu
+from kvmesh.profiler.grid import WorkerLimits
+from kvmesh.profiler.shape import ModelShape
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.engines.mapping import MappingKind, ParallelMapping
 
 
 class Shares(Struct, frozen=True, kw_only=True):

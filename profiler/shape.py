@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_CONFIG_BYTES = 4 << 20
 _BITS = {"fp8": 8, "compressed-tensors": 8, "awq": 4, "gptq": 4, "mxfp4": 4, "modelopt": 8}

@@ -1,4 +1,4 @@
-// protocol._native: hashing at the speed of the machine. Its specification is protocol/hashing.py.
+// kvmesh.protocol._native: hashing at the speed of the machine. Its specification is protocol/hashing.py.
 
 #include "buffers.h"
 #include "xxh3.h"
@@ -57,7 +57,7 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "protocol._native", nullptr, 0, methods, nullptr, nullptr, nullptr,
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvmesh.protocol._native", nullptr, 0, methods, nullptr, nullptr, nullptr,
                       nullptr};
 
 }  // namespace

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from protocol.messages import WorkerCard
+from kvmesh.protocol.messages import WorkerCard
 
 MAX_RANKS = 256  # data-parallel ranks of one worker; the largest known deployments have 96
 MAX_NAME_CHARS = 256

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from protocol.ids import EngineHash
+from kvmesh.protocol.ids import EngineHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
-from protocol import native
-from protocol.ids import BlockHash, SequenceHash
+from kvmesh.protocol import native
+from kvmesh.protocol.ids import BlockHash, SequenceHash
 
 CHAIN_SEED = 1337
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
@@ -100,7 +100,7 @@ if TYPE_CHECKING or not native.WANTED:
     sequence_hash_bytes = plain_sequence_hash_bytes
 else:
     try:
-        from protocol._native import sequence_hash_bytes
+        from kvmesh.protocol._native import sequence_hash_bytes
     except ImportError:
         sequence_hash_bytes = plain_sequence_hash_bytes
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import MeshError, WireError, error_class
-from protocol.hashing import token_bytes
-from protocol.ids import RequestId, WorkerId
-from protocol.kv_content import MAX_ADAPTERS, MAX_CONTENT_CHARS, UNKNOWN, content_of
-from protocol.model_files import ModelFile
-from protocol.version import (
+from kvmesh.protocol.errors import MeshError, WireError, error_class
+from kvmesh.protocol.hashing import token_bytes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.kv_content import MAX_ADAPTERS, MAX_CONTENT_CHARS, UNKNOWN, content_of
+from kvmesh.protocol.model_files import ModelFile
+from kvmesh.protocol.version import (
     NEIGHBOURS,
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
@@ -276,7 +276,7 @@ class Card(Message, frozen=True, kw_only=True):
 class CardTier(Message, frozen=True):
     """A tier of a worker's KV cache below the device. Times are 0 while nothing was measured."""
 
-    tier: Annotated[int, Meta(ge=1, le=3)]  # a protocol.tiers.Tier
+    tier: Annotated[int, Meta(ge=1, le=3)]  # a kvmesh.protocol.tiers.Tier
     blocks: Annotated[int, Meta(ge=0, le=1 << 40)]  # that it can hold, of each rank
     block_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to bring one block back
     latency_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # before the first one
@@ -680,7 +680,7 @@ class Control(Message, frozen=True):
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a worker as the worker itself sees it."""
 
-    state: str  # a value of workers.states.WorkerState
+    state: str  # a value of kvmesh.workers.states.WorkerState
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0
@@ -799,7 +799,7 @@ class KvDigest(Message, frozen=True):
 
     seq: int  # -1: before the first
     blocks: int
-    value: int  # u64, see protocol.hashing.digest_term
+    value: int  # u64, see kvmesh.protocol.hashing.digest_term
 
 
 _LoadCount = Annotated[int, Meta(ge=0, le=1 << 40)]

@@ -5,7 +5,7 @@ A worker's settings name a parser, the worker's card carries the name, and front
 
 from collections.abc import Mapping
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 NONE = "none"  # leave the text as it is
 HARMONY = "harmony"  # thoughts, calls and prose in channels: one parser for all of them

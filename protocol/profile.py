@@ -13,8 +13,8 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_PROFILE_BYTES = 16 << 20
 

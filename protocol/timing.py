@@ -5,7 +5,7 @@ The mock engine takes these times in real time, the simulator in simulated time.
 
 from typing import Protocol
 
-from protocol.profile import Profile
+from kvmesh.protocol.profile import Profile
 
 KV_BYTES_PER_TOKEN = 131_072  # of the 8B model of PolynomialTiming: 32 layers, k and v, 8 heads of 128, 2 bytes
 

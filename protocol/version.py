@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from protocol.errors import WireError
+from kvmesh.protocol.errors import WireError
 
 RELEASE = "0.3.0"
 PROTOCOL_VERSION = 2  # of this release

@@ -1,6 +1,6 @@
-"""Run a router by itself: `python -m router`."""
+"""Run a router by itself: `kvmesh router`."""
 
-from mesh.starting import end_on_signals
+from kvmesh.mesh.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()  # also while the modules below are imported
@@ -9,12 +9,12 @@ import os
 import sys
 from importlib import import_module
 
-from mesh.config import load
-from mesh.lifecycle import run
-from mesh.telemetry import setup_logging
-from protocol.errors import ConfigError
-from router.config import RouterConfig
-from router.service import serve
+from kvmesh.mesh.config import load
+from kvmesh.mesh.lifecycle import run
+from kvmesh.mesh.telemetry import setup_logging
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.service import serve
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
             sys.argv[1:],
             os.environ,
             prefix="KVMESH_ROUTER_",
-            prog="python -m router",
+            prog="kvmesh router",
             description="Run a router by itself: for frontends started with --router remote, or, with --ext-proc-port, "
             "as the endpoint picker of a gateway.",
             section="router",
@@ -35,7 +35,9 @@ def main() -> int:
         return 2
     if config.ext_proc_port is None:
         return run(lambda stop: serve(config, stop))
-    picker = import_module("frontend.picker.service")  # the one place that reaches up: docs/architecture.md, "Tree"
+    picker = import_module(
+        "kvmesh.frontend.picker.service"
+    )  # the one place that reaches up: docs/architecture.md, "Tree"
     return run(lambda stop: picker.serve(config, stop))
 
 

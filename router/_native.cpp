@@ -1,4 +1,4 @@
-// router._native: binds the prefix index and the chain counts to Python. PlainIndex in router/index.py and
+// kvmesh.router._native: binds the prefix index and the chain counts to Python. PlainIndex in router/index.py and
 // PlainChainCounts in router/chains.py specify what they do; this file only converts arguments and answers.
 
 #include <nanobind/nanobind.h>

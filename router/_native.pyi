@@ -1,7 +1,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from protocol.hashing import Buffer
-from router.index import Depths, Holder
+from kvmesh.protocol.hashing import Buffer
+from kvmesh.router.index import Depths, Holder
 
 class Index:
     def __init__(

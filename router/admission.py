@@ -9,10 +9,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from protocol.errors import OverloadedError
-from protocol.ids import RequestId
-from protocol.messages import RouteRequest
-from router.estimate import ServiceEstimate, ServiceTimes
+from kvmesh.protocol.errors import OverloadedError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import RouteRequest
+from kvmesh.router.estimate import ServiceEstimate, ServiceTimes
 
 Reason = Literal["late", "hopeless", "wait", "full"]
 REASONS: tuple[Reason, ...] = ("late", "hopeless", "wait", "full")

@@ -9,8 +9,8 @@ from typing import NewType
 
 from xxhash import xxh3_128_digest
 
-from protocol.ids import WorkerId
-from router.index import Holder
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.router.index import Holder
 
 SessionKey = NewType("SessionKey", bytes)
 

@@ -6,12 +6,12 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from protocol.errors import InvalidRequestError
-from protocol.hashing import hash_seed, pack_hashes, sequence_hash_bytes, token_bytes
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import UNREADABLE, Explanation, Placed, RouteRequest, Target, WorkerCard
-from router.index import Depths, Holder
-from router.load import HolderLoad, Share
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.hashing import hash_seed, pack_hashes, sequence_hash_bytes, token_bytes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import UNREADABLE, Explanation, Placed, RouteRequest, Target, WorkerCard
+from kvmesh.router.index import Depths, Holder
+from kvmesh.router.load import HolderLoad, Share
 
 MAX_EXCLUDED = 64
 _MAX_TOKENS = 1 << 31
@@ -43,7 +43,7 @@ class OverlapBody(PromptBody, frozen=True):
 
 
 class PlaceBody(PromptBody, frozen=True):
-    """A prompt to place. Its fields have the names of protocol.messages.RouteRequest."""
+    """A prompt to place. Its fields have the names of kvmesh.protocol.messages.RouteRequest."""
 
     book: bool = True
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0

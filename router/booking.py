@@ -3,7 +3,7 @@
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from protocol.messages import Placed, RouteRequest
+from kvmesh.protocol.messages import Placed, RouteRequest
 
 
 class Booking(Protocol):
@@ -22,7 +22,7 @@ class Booking(Protocol):
 
 
 class Router(Protocol):
-    """Implemented by router.local.LocalRouter and router.client.RemoteRouter."""
+    """Implemented by kvmesh.router.local.LocalRouter and kvmesh.router.client.RemoteRouter."""
 
     def book(self, request: RouteRequest, timeout_s: float) -> AbstractAsyncContextManager[Booking]:
         """Place a request; its load counts until the block is left.

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.hashing import Buffer, unpack_hashes
-from router.index import NATIVE, Holder
+from kvmesh.protocol.hashing import Buffer, unpack_hashes
+from kvmesh.router.index import NATIVE, Holder
 
 
 @dataclass(slots=True)
@@ -78,6 +78,6 @@ def _leading(counts: Counter[int], chain: memoryview) -> int:
 if TYPE_CHECKING or not NATIVE:
     ChainCounts = PlainChainCounts
 else:
-    from router import _native
+    from kvmesh.router import _native
 
     ChainCounts = _native.ChainCounts

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from mesh.discovery import Deleted, Discovery, Put
-from mesh.lapsed import Lapsed
-from mesh.plane.client import PlaneClient, Stream
-from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
-from protocol.messages import (
+from kvmesh.mesh.discovery import Deleted, Discovery, Put
+from kvmesh.mesh.lapsed import Lapsed
+from kvmesh.mesh.plane.client import PlaneClient, Stream
+from kvmesh.protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
+from kvmesh.protocol.messages import (
     Placed,
     Progress,
     Resume,
@@ -22,10 +22,10 @@ from protocol.messages import (
     decode_card,
     encode,
 )
-from protocol.version import VersionError
-from router.booking import Booking
-from router.fallback import FallbackRouter
-from router.metrics import FALLBACKS
+from kvmesh.protocol.version import VersionError
+from kvmesh.router.booking import Booking
+from kvmesh.router.fallback import FallbackRouter
+from kvmesh.router.metrics import FALLBACKS
 
 log = logging.getLogger(__name__)
 
@@ -324,4 +324,4 @@ def _left(deadline: float) -> float:
 
 
 def _no_router(problem: str) -> NoWorkerError:
-    return NoWorkerError(f"no router is ready ({problem})", hint="start one: `python -m router`")
+    return NoWorkerError(f"no router is ready ({problem})", hint="start one: `kvmesh router`")

@@ -5,19 +5,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvevents.allowance import EventRates
-from kvevents.nats_access import USAGE as NATS_USAGE
-from mesh.discovery import DiscoveryUrl
-from mesh.http.browsers import AllowedHosts
-from mesh.identity.credentials import MeshProbes, MeshTls
-from mesh.safeguards import is_off
-from mesh.telemetry import LogFormat, LogLevel, Namespace
-from router.admission import AdmissionRules
-from router.disaggregation import LocalPrefill
-from router.policies import Policy, policies_help
-from router.queue import Order, QueueRules
-from router.rules import RouterRules, Saturation
-from router.selection import Weights
+from kvmesh.kvevents.allowance import EventRates
+from kvmesh.kvevents.nats_access import USAGE as NATS_USAGE
+from kvmesh.mesh.discovery import DiscoveryUrl
+from kvmesh.mesh.http.browsers import AllowedHosts
+from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
+from kvmesh.mesh.safeguards import is_off
+from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.router.admission import AdmissionRules
+from kvmesh.router.disaggregation import LocalPrefill
+from kvmesh.router.policies import Policy, policies_help
+from kvmesh.router.queue import Order, QueueRules
+from kvmesh.router.rules import RouterRules, Saturation
+from kvmesh.router.selection import Weights
 
 _RULES = RouterRules()  # the defaults stand there
 _SATURATION = Saturation()

@@ -13,17 +13,17 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OverloadedError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Explanation, Placed, RouteRequest, Target, WorkerCard
-from router.admission import FAINT, HOPEFUL, AdmissionControl, Placing, RefusedError
-from router.affinity import SessionAffinity, SessionKey, session_key
-from router.explain import explain
-from router.fleet import Pool, WorkerFleet
-from router.index import Holder
-from router.load import ActiveLoad, Owner
-from router.pairing import UNKNOWN_PAIRS
-from router.placing import (
+from kvmesh.protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OverloadedError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Explanation, Placed, RouteRequest, Target, WorkerCard
+from kvmesh.router.admission import FAINT, HOPEFUL, AdmissionControl, Placing, RefusedError
+from kvmesh.router.affinity import SessionAffinity, SessionKey, session_key
+from kvmesh.router.explain import explain
+from kvmesh.router.fleet import Pool, WorkerFleet
+from kvmesh.router.index import Holder
+from kvmesh.router.load import ActiveLoad, Owner
+from kvmesh.router.pairing import UNKNOWN_PAIRS
+from kvmesh.router.placing import (
     NOTHING_AHEAD,
     Ahead,
     PlacementPlan,
@@ -38,11 +38,11 @@ from router.placing import (
     source_of,
     who_may,
 )
-from router.prediction import CachePredictions
-from router.queue import MAX_ASKED, Pending, PendingQueue
-from router.reported import ReportedLoad
-from router.rules import RouterRules
-from router.selection import Candidate
+from kvmesh.router.prediction import CachePredictions
+from kvmesh.router.queue import MAX_ASKED, Pending, PendingQueue
+from kvmesh.router.reported import ReportedLoad
+from kvmesh.router.rules import RouterRules
+from kvmesh.router.selection import Candidate
 
 LOOK_S = 0.25  # between searches of the queues for requests that have become hopeless
 FEW_ASKED = 4  # of the requests that wait, while all prefill workers are full
@@ -77,7 +77,7 @@ class RouterState:
         self._affinity = SessionAffinity(ttl_s=rules.affinity_ttl_s)
         self.admission = AdmissionControl(rules.admission)
         self._looked_s = 0.0  # for hopeless requests
-        # expired: bookings that nobody ended; router.pairing.REASONS, UNKNOWN_PAIRS: placements
+        # expired: bookings that nobody ended; kvmesh.router.pairing.REASONS, UNKNOWN_PAIRS: placements
         self.stats: Counter[str] = Counter()
 
     @property

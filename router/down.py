@@ -2,10 +2,10 @@
 
 import logging
 
-from mesh.discovery import Deleted, Discovery, Put
-from protocol.errors import WireError
-from protocol.messages import DownCard, decode
-from router.findings import IgnoredKey, writable
+from kvmesh.mesh.discovery import Deleted, Discovery, Put
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.messages import DownCard, decode
+from kvmesh.router.findings import IgnoredKey, writable
 
 log = logging.getLogger(__name__)
 

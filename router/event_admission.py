@@ -4,11 +4,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvevents.door import KeyPair
-from mesh.plane.client import PlaneClient
-from protocol.errors import DeadlineExceededError, InvalidRequestError, MeshError
-from protocol.ids import WorkerId
-from protocol.messages import EventKey, EventKeyRequest, WorkerCard
+from kvmesh.kvevents.door import KeyPair
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import DeadlineExceededError, InvalidRequestError, MeshError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import EventKey, EventKeyRequest, WorkerCard
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Explain why a request runs where it does: the reasons of a plan as plain data. Pure."""
 
-from protocol.messages import CandidateReport, Explanation
-from router.placing import LegChoice, PlacementPlan, RequestView
-from router.policies import POLICIES
-from router.selection import Candidate, Terms
+from kvmesh.protocol.messages import CandidateReport, Explanation
+from kvmesh.router.placing import LegChoice, PlacementPlan, RequestView
+from kvmesh.router.policies import POLICIES
+from kvmesh.router.selection import Candidate, Terms
 
 MAX_CANDIDATES = 64  # reported, for each leg
 

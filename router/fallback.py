@@ -7,12 +7,12 @@ their cards and what it has placed itself; it knows neither what caches hold nor
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from protocol.errors import NoWorkerError, OverloadedError
-from protocol.ids import WorkerId
-from protocol.messages import Placed, Role, RouteRequest, WorkerCard
-from router.feeds import WorkerNews
-from router.pairing import may_continue, why_apart
-from router.refusal import none_continues
+from kvmesh.protocol.errors import NoWorkerError, OverloadedError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Placed, Role, RouteRequest, WorkerCard
+from kvmesh.router.feeds import WorkerNews
+from kvmesh.router.pairing import may_continue, why_apart
+from kvmesh.router.refusal import none_continues
 
 REASON = "no router answers: fewest requests of this frontend"
 DECODING = (Role.DECODE, Role.AGGREGATED)
@@ -43,7 +43,7 @@ class FallbackRouter:
                 raise error
             raise NoWorkerError(
                 f"no worker of the model {request.model!r} is ready, and no router answers",
-                hint="start one: `python -m router`",
+                hint="start one: `kvmesh router`",
             )
         if self._share(decode) >= FULL_TIMES:
             raise OverloadedError(

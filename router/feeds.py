@@ -6,28 +6,28 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from kvevents.allowance import EventRates
-from kvevents.connect import Links
-from kvevents.door import KeyPair
-from kvevents.subscriber import KvEventSubscriber
-from kvevents.transport import KvSource, Snapshot
-from mesh.discovery import Deleted, Discovery, Put
-from mesh.discovery.place import SearchPlace
-from mesh.lapsed import Lapsed
-from mesh.plane.client import PlaneClient
-from protocol.card_checks import problem_of
-from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
-from protocol.events import Digest
-from protocol.ids import WorkerId
-from protocol.kv_content import UNKNOWN
-from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode, decode_card
-from protocol.model_files import fingerprint
-from protocol.version import VersionError
-from router.event_admission import EventAdmission
-from router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
-from router.fleet import OverfullError, WorkerFleet, most_blocks
-from router.members import Changes, Members
-from router.metrics import EVENT_RESTS, EVENTS, LAPSED_WORKERS, OVERFULL, FeedFacts
+from kvmesh.kvevents.allowance import EventRates
+from kvmesh.kvevents.connect import Links
+from kvmesh.kvevents.door import KeyPair
+from kvmesh.kvevents.subscriber import KvEventSubscriber
+from kvmesh.kvevents.transport import KvSource, Snapshot
+from kvmesh.mesh.discovery import Deleted, Discovery, Put
+from kvmesh.mesh.discovery.place import SearchPlace
+from kvmesh.mesh.lapsed import Lapsed
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.card_checks import problem_of
+from kvmesh.protocol.errors import ConfigError, FeedLostError, MeshError, WireError
+from kvmesh.protocol.events import Digest
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.kv_content import UNKNOWN
+from kvmesh.protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode, decode_card
+from kvmesh.protocol.model_files import fingerprint
+from kvmesh.protocol.version import VersionError
+from kvmesh.router.event_admission import EventAdmission
+from kvmesh.router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
+from kvmesh.router.fleet import OverfullError, WorkerFleet, most_blocks
+from kvmesh.router.members import Changes, Members
+from kvmesh.router.metrics import EVENT_RESTS, EVENTS, LAPSED_WORKERS, OVERFULL, FeedFacts
 
 log = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ def most_snapshot_bytes(card: WorkerCard) -> int:
 
 
 class KvSink:
-    """Applies the workers' KV events to the fleet. Implements kvevents.subscriber.Sink."""
+    """Applies the workers' KV events to the fleet. Implements kvmesh.kvevents.subscriber.Sink."""
 
     def __init__(self, fleet: WorkerFleet) -> None:
         self._fleet = fleet

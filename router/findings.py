@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from msgspec import Struct
 
-from mesh.discovery.place import SearchPlace
+from kvmesh.mesh.discovery.place import SearchPlace
 
 KEY_PREFIX = "workers/"
 OTHER_SERVICES = ("routers/", "frontends/", "limiters/", "planners/", "doctor/", "kept/")  # keys that are no worker's

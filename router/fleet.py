@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from protocol.errors import WireError
-from protocol.events import KvEvent
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
-from router.index import Depths, Digest, Holder, PrefixIndex, names_of
-from router.load import ActiveLoad, HolderLoad
-from router.peers import PeerFigures
-from router.prediction import CachePredictions, deepen
-from router.pressure import BusyShare, PrefixDemand, WorkSpread
-from router.selection import TierSavings, savings_of
-from router.shortlist import Shelves
-from router.warmup import WarmUp
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import KvEvent
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard
+from kvmesh.router.index import Depths, Digest, Holder, PrefixIndex, names_of
+from kvmesh.router.load import ActiveLoad, HolderLoad
+from kvmesh.router.peers import PeerFigures
+from kvmesh.router.prediction import CachePredictions, deepen
+from kvmesh.router.pressure import BusyShare, PrefixDemand, WorkSpread
+from kvmesh.router.selection import TierSavings, savings_of
+from kvmesh.router.shortlist import Shelves
+from kvmesh.router.warmup import WarmUp
 
 TIERS_SHARE = 16  # blocks that a rank may report for each block on its card: host memory and disks are larger
 FEW_BLOCKS = 4096  # that every rank may report besides

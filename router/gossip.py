@@ -12,11 +12,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import WireError
-from protocol.ids import WorkerId
-from protocol.messages import Message, decode
-from router.index import Holder
-from router.load import NOTHING, ActiveLoad, Share
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Message, decode
+from kvmesh.router.index import Holder
+from kvmesh.router.load import NOTHING, ActiveLoad, Share
 
 COALESCE_S = 0.002  # changes of so long go into one message
 REPEAT_S = 1.0  # between messages with all sums, as long as there are any
@@ -27,7 +27,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class HolderShare(msgspec.Struct, frozen=True, array_like=True):
-    """The router.load.Share of one holder."""
+    """The kvmesh.router.load.Share of one holder."""
 
     worker_id: WorkerId
     dp_rank: int

@@ -8,17 +8,17 @@ from contextlib import ExitStack
 
 import zmq
 
-from kvevents.door import EventDoor, close_to_strangers, new_keys, show_key
-from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
-from mesh.address import split_address
-from mesh.discovery import Deleted, Discovery, Put
-from mesh.lapsed import Lapsed
-from protocol.card_checks import is_event_key
-from protocol.errors import FeedLostError, MeshError, WireError
-from protocol.messages import RouterCard, decode_card, encode
-from router.gossip import GossipReceiver, GossipSender, decode_news
-from router.load import ActiveLoad
-from router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
+from kvmesh.kvevents.door import EventDoor, close_to_strangers, new_keys, show_key
+from kvmesh.kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
+from kvmesh.mesh.address import split_address
+from kvmesh.mesh.discovery import Deleted, Discovery, Put
+from kvmesh.mesh.lapsed import Lapsed
+from kvmesh.protocol.card_checks import is_event_key
+from kvmesh.protocol.errors import FeedLostError, MeshError, WireError
+from kvmesh.protocol.messages import RouterCard, decode_card, encode
+from kvmesh.router.gossip import GossipReceiver, GossipSender, decode_news
+from kvmesh.router.load import ActiveLoad
+from kvmesh.router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
 
 log = logging.getLogger(__name__)
 

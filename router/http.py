@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from mesh.http.errors import NotFoundError
-from mesh.http.request import Reply, Request, json_reply, live, show_metrics
-from mesh.http.server import App, HttpLimits, Route
-from protocol.errors import DrainingError, InvalidRequestError, NoWorkerError, OverloadedError
-from protocol.ids import RequestId, new_request_id
-from protocol.messages import WorkerCard
-from router import api
-from router.feeds import WorkerFeed
-from router.findings import DiscoveryReport
-from router.index import Holder
-from router.local import LocalBooking, LocalRouter
-from router.metrics import HTTP_BOOKINGS, HTTP_REQUESTS
-from router.selection import NOWHERE
+from kvmesh.mesh.http.errors import NotFoundError
+from kvmesh.mesh.http.request import Reply, Request, json_reply, live, show_metrics
+from kvmesh.mesh.http.server import App, HttpLimits, Route
+from kvmesh.protocol.errors import DrainingError, InvalidRequestError, NoWorkerError, OverloadedError
+from kvmesh.protocol.ids import RequestId, new_request_id
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router import api
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.findings import DiscoveryReport
+from kvmesh.router.index import Holder
+from kvmesh.router.local import LocalBooking, LocalRouter
+from kvmesh.router.metrics import HTTP_BOOKINGS, HTTP_REQUESTS
+from kvmesh.router.selection import NOWHERE
 
 log = logging.getLogger(__name__)
 

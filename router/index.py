@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from kvevents.formats import FULL_ATTENTION, GROUP_FACTOR, MAX_EVENTS, MAX_PAYLOAD_BYTES, decode_payload
-from protocol import native
-from protocol.events import Cleared, KvEvent, Removed, Stored
-from protocol.events import Digest as Digest
-from protocol.hashing import (
+from kvmesh.kvevents.formats import FULL_ATTENTION, GROUP_FACTOR, MAX_EVENTS, MAX_PAYLOAD_BYTES, decode_payload
+from kvmesh.protocol import native
+from kvmesh.protocol.events import Cleared, KvEvent, Removed, Stored
+from kvmesh.protocol.events import Digest as Digest
+from kvmesh.protocol.hashing import (
     Buffer,
     block_hashes,
     digest_term,
@@ -26,14 +26,14 @@ from protocol.hashing import (
     u32_bytes,
     unpack_hashes,
 )
-from protocol.ids import EngineHash, SequenceHash, WorkerId
-from protocol.tiers import TIER_WORDS, Tier, tier_of, tiers_of
-from router import snapshot
+from kvmesh.protocol.ids import EngineHash, SequenceHash, WorkerId
+from kvmesh.protocol.tiers import TIER_WORDS, Tier, tier_of, tiers_of
+from kvmesh.router import snapshot
 
 try:
     if not native.WANTED:
         raise ImportError("plain Python is asked for")
-    from router import _native
+    from kvmesh.router import _native
 except ImportError:
     NATIVE = False
 else:

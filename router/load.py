@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from protocol.ids import RequestId
-from router.chains import ChainCounts
-from router.index import Holder
-from router.pressure import BusyShare
+from kvmesh.protocol.ids import RequestId
+from kvmesh.router.chains import ChainCounts
+from kvmesh.router.index import Holder
+from kvmesh.router.pressure import BusyShare
 
 LEASE_S = 120.0
 PROMPTS_WINDOW_S = 10.0  # about as long as short answers take

@@ -5,12 +5,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from mesh.plane.client import PlaneClient
-from protocol.errors import DeadlineExceededError, InvalidRequestError, MeshError
-from protocol.ids import WorkerId
-from protocol.messages import LoadReport, WorkerCard
-from router.metrics import LOAD_REPORTS
-from router.reported import ReportedLoad
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import DeadlineExceededError, InvalidRequestError, MeshError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import LoadReport, WorkerCard
+from kvmesh.router.metrics import LOAD_REPORTS
+from kvmesh.router.reported import ReportedLoad
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ import os
 import time
 from collections.abc import Coroutine, Sequence
 
-from kvevents.door import new_keys
-from mesh.plane.client import PlaneClient
-from protocol.errors import InvalidRequestError, MeshError, OverloadedError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Placed, Progress, RouterCard, RouteRequest, WorkerCard
-from router.admission import RefusedError
-from router.config import RouterConfig, event_rates_of, rules_of
-from router.core import Outcome, RouterState
-from router.feeds import KvFeed, WorkerNews
-from router.gossip_link import Gossip
-from router.load_feed import LoadFeed
-from router.metrics import (
+from kvmesh.kvevents.door import new_keys
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Placed, Progress, RouterCard, RouteRequest, WorkerCard
+from kvmesh.router.admission import RefusedError
+from kvmesh.router.config import RouterConfig, event_rates_of, rules_of
+from kvmesh.router.core import Outcome, RouterState
+from kvmesh.router.feeds import KvFeed, WorkerNews
+from kvmesh.router.gossip_link import Gossip
+from kvmesh.router.load_feed import LoadFeed
+from kvmesh.router.metrics import (
     ESTIMATE_ERROR,
     FAILURES,
     PLACE_SECONDS,

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from mesh.measure import AtScrape, Reading, bounded, counter, histogram, locked_counter, locked_gauge
-from mesh.tally import Tally
-from protocol.messages import Placed
-from router.core import RouterState, waiting_by_model
-from router.pairing import REASONS, UNKNOWN_PAIRS
+from kvmesh.mesh.measure import AtScrape, Reading, bounded, counter, histogram, locked_counter, locked_gauge
+from kvmesh.mesh.tally import Tally
+from kvmesh.protocol.messages import Placed
+from kvmesh.router.core import RouterState, waiting_by_model
+from kvmesh.router.pairing import REASONS, UNKNOWN_PAIRS
 
 _P = "kvmesh_router_"
 PLACEMENTS = counter(_P + "placements_total")  # aggregated, disaggregated

@@ -6,9 +6,9 @@ says no content is of an older release, or attached: it is paired, and counted.
 
 from collections.abc import Iterable, Sequence
 
-from protocol.kv_content import PENDING, mismatch
-from protocol.messages import RouteRequest, WorkerCard
-from router.fleet import Slot
+from kvmesh.protocol.kv_content import PENDING, mismatch
+from kvmesh.protocol.messages import RouteRequest, WorkerCard
+from kvmesh.router.fleet import Slot
 
 TRANSFER, CONTENT, ADAPTER, IS_PENDING = "transfer", "content", "adapter", "pending"
 REASONS = {

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard
-from router.index import Depths, Holder
-from router.selection import PeerPull, TierSavings, Weights, saved_blocks
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.index import Depths, Holder
+from kvmesh.router.selection import PeerPull, TierSavings, Weights, saved_blocks
 
 UNMEASURED_LATENCY_S = 0.02  # of pulls: to ask, and to get the offer
 

@@ -9,20 +9,20 @@ from random import Random
 
 from msgspec import Struct
 
-from protocol.errors import NoWorkerError
-from protocol.ids import WorkerId
-from protocol.messages import PrefixSource, Role, RouteRequest, WorkerCard
-from router.disaggregation import Backlog, decide
-from router.estimate import ServiceTimes
-from router.fleet import Pool, Slot, WorkerFleet
-from router.index import Depths, Holder
-from router.pairing import Apart, is_unknown, may_continue, partners, why_apart
-from router.peers import PeerKind, PeerSource, deepest, kind_of, pull_of
-from router.policies import POLICIES, choose
-from router.pressure import recompute_price
-from router.refusal import no_worker
-from router.rules import RouterRules
-from router.selection import NOWHERE, Candidate, LegKind, PeerPull, PlacementCost, Weights, saved_blocks
+from kvmesh.protocol.errors import NoWorkerError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import PrefixSource, Role, RouteRequest, WorkerCard
+from kvmesh.router.disaggregation import Backlog, decide
+from kvmesh.router.estimate import ServiceTimes
+from kvmesh.router.fleet import Pool, Slot, WorkerFleet
+from kvmesh.router.index import Depths, Holder
+from kvmesh.router.pairing import Apart, is_unknown, may_continue, partners, why_apart
+from kvmesh.router.peers import PeerKind, PeerSource, deepest, kind_of, pull_of
+from kvmesh.router.policies import POLICIES, choose
+from kvmesh.router.pressure import recompute_price
+from kvmesh.router.refusal import no_worker
+from kvmesh.router.rules import RouterRules
+from kvmesh.router.selection import NOWHERE, Candidate, LegKind, PeerPull, PlacementCost, Weights, saved_blocks
 
 FEW = 16  # up to this number, scoring every worker is as fast as shortlisting
 _HASH_BYTES = 8

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from protocol.errors import NoWorkerError
-from router.selection import Candidate, PlacementCost
+from kvmesh.protocol.errors import NoWorkerError
+from kvmesh.router.selection import Candidate, PlacementCost
 
 Choose = Callable[[Sequence[Candidate], PlacementCost, float, random.Random], Candidate]
 """Arguments: at least one candidate, their costs, the temperature, the source of random numbers."""
@@ -31,7 +31,7 @@ def choose(
 ) -> Candidate:
     """Return the candidate that the policy chooses. Raises NoWorkerError if there is no candidate."""
     if not candidates:
-        raise NoWorkerError("no worker is ready", hint="start one: `kvmesh up`, or `python -m workers --role decode`")
+        raise NoWorkerError("no worker is ready", hint="start one: `kvmesh up`, or `kvmesh worker --role decode`")
     return POLICIES[policy].choose(candidates, cost, temperature, rng)
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import WorkerCard
-from router.chains import ChainCounts
-from router.index import Depths, Holder
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.chains import ChainCounts
+from kvmesh.router.index import Depths, Holder
 
 APPROXIMATE_TTL_S = 120.0
 ON_ROUTE_TTL_S = 5.0

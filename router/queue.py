@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, Literal, TypeVar
 
-from protocol.errors import InvalidRequestError, OverloadedError
-from protocol.ids import RequestId
+from kvmesh.protocol.errors import InvalidRequestError, OverloadedError
+from kvmesh.protocol.ids import RequestId
 
 DRAIN_WINDOW_S = 10.0  # the drain rate is measured over about so long
 LEAST_SERVED = 8  # requests by which the rate is known

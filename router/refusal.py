@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Sequence
 
-from protocol.errors import NoWorkerError, OtherWeightsError
-from protocol.messages import Role, RouteRequest, WorkerCard
-from router.pairing import may_continue
+from kvmesh.protocol.errors import NoWorkerError, OtherWeightsError
+from kvmesh.protocol.messages import Role, RouteRequest, WorkerCard
+from kvmesh.router.pairing import may_continue
 
 
 def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerError:
@@ -31,10 +31,10 @@ def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerErr
         return NoWorkerError(problem, hint="start one with --loras, or ask for one of these")
     if serving:
         problem = f"only prefill workers of the model {wanted} are ready, and none that decodes"
-        return NoWorkerError(problem, hint="start one: `python -m workers --role decode`")
+        return NoWorkerError(problem, hint="start one: `kvmesh worker --role decode`")
     others = _listed({card.model for card in cards})
     problem = f"no worker of the model {wanted} is ready; models with workers: {others}"
-    return NoWorkerError(problem, hint="start one: `kvmesh up`, or `python -m workers`")
+    return NoWorkerError(problem, hint="start one: `kvmesh up`, or `kvmesh worker`")
 
 
 def none_continues(able: Collection[WorkerCard], request: RouteRequest) -> OtherWeightsError | None:

@@ -8,10 +8,10 @@ tokens are compared with the most that was booked lately: a prompt that has just
 
 import math
 
-from protocol.ids import WorkerId
-from protocol.messages import LoadReport
-from router.index import Holder
-from router.load import NOTHING, UNBOOKED, ActiveLoad, HolderLoad, RecentMost, Share
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import LoadReport
+from kvmesh.router.index import Holder
+from kvmesh.router.load import NOTHING, UNBOOKED, ActiveLoad, HolderLoad, RecentMost, Share
 
 MARK_S = 0.4  # reports are compared with the bookings since the last report but one, and for this time at least
 

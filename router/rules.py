@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from router.admission import AdmissionRules
-from router.disaggregation import LocalPrefill
-from router.policies import POLICIES, Policy
-from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S
-from router.queue import QueueRules
-from router.selection import Weights
+from kvmesh.router.admission import AdmissionRules
+from kvmesh.router.disaggregation import LocalPrefill
+from kvmesh.router.policies import POLICIES, Policy
+from kvmesh.router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S
+from kvmesh.router.queue import QueueRules
+from kvmesh.router.selection import Weights
 
 DEFAULT_SLO_ITL_S = 0.1  # of frontends, which count by it; nobody has stated it, so no router keeps it
 

@@ -5,9 +5,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
-from protocol.messages import WorkerCard
-from protocol.tiers import Tier
-from router.index import Depths, Holder
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router.index import Depths, Holder
 
 LegKind = Literal["whole", "prefill", "decode"]
 NOWHERE: Depths = (0, 0, 0, 0)

@@ -4,23 +4,23 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack, suppress
 
-from mesh.discovery import open_discovery, standing_calls
-from mesh.exposition import labelled
-from mesh.http.door import Door, door_of
-from mesh.http.server import listening
-from mesh.identity.credentials import Credentials
-from mesh.identity.metrics import using
-from mesh.identity.names import MeshRole
-from mesh.lifecycle import unless_stopped, watch_parent
-from mesh.plane.client import PlaneClient
-from mesh.plane.probing import PeerProbing
-from mesh.plane.server import Call, Handler, PlaneServer
-from mesh.telemetry import log_ready, serve_metrics
-from protocol.messages import Progress, Resume, RouteRequest, RouterIdentity, decode, encode_card
-from router.config import RouterConfig
-from router.feeds import WorkerFeed, tell_missing
-from router.http import RouterApi
-from router.local import LocalBooking, LocalRouter
+from kvmesh.mesh.discovery import open_discovery, standing_calls
+from kvmesh.mesh.exposition import labelled
+from kvmesh.mesh.http.door import Door, door_of
+from kvmesh.mesh.http.server import listening
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.metrics import using
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.lifecycle import unless_stopped, watch_parent
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.probing import PeerProbing
+from kvmesh.mesh.plane.server import Call, Handler, PlaneServer
+from kvmesh.mesh.telemetry import log_ready, serve_metrics
+from kvmesh.protocol.messages import Progress, Resume, RouteRequest, RouterIdentity, decode, encode_card
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed, tell_missing
+from kvmesh.router.http import RouterApi
+from kvmesh.router.local import LocalBooking, LocalRouter
 
 log = logging.getLogger(__name__)
 

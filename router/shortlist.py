@@ -11,8 +11,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from router.index import Holder
-from router.load import Share
+from kvmesh.router.index import Holder
+from kvmesh.router.load import Share
 
 T = TypeVar("T")
 

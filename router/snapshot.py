@@ -12,7 +12,7 @@ from struct import error as StructError
 
 from xxhash import xxh3_64_intdigest
 
-from protocol.errors import WireError
+from kvmesh.protocol.errors import WireError
 
 NO_PARENT = 0xFFFF_FFFF
 _MAGIC = b"kvprefix"

@@ -18,8 +18,8 @@ no other worker could take the requests, and there is no cap.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from protocol.ids import WorkerId
-from router.index import Holder
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.router.index import Holder
 
 
 @dataclass(slots=True)

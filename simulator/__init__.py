@@ -13,10 +13,10 @@
 - `report`: a `SimReport`; equal input gives an equal report.
 """
 
-from simulator.config import SimConfig
-from simulator.hook import PlannerHook
-from simulator.report import Sample, SimReport, Spread
-from simulator.requests import SimRequest
-from simulator.world import simulate
+from kvmesh.simulator.config import SimConfig
+from kvmesh.simulator.hook import PlannerHook
+from kvmesh.simulator.report import Sample, SimReport, Spread
+from kvmesh.simulator.requests import SimRequest
+from kvmesh.simulator.world import simulate
 
 __all__ = ["PlannerHook", "Sample", "SimConfig", "SimReport", "SimRequest", "Spread", "simulate"]

@@ -19,9 +19,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
-from simulator.requests import SimRequest, thread_names
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
+from kvmesh.simulator.requests import SimRequest, thread_names
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 LONGEST_S = 3600.0  # lines stand in the order of the requests' ends; a request that took longer would come too late

@@ -7,7 +7,7 @@ from itertools import islice
 
 import msgspec
 
-from simulator.requests import SimRequest
+from kvmesh.simulator.requests import SimRequest
 
 
 def sped_up(requests: Iterable[SimRequest], factor: float) -> Iterator[SimRequest]:

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 
-from planner.model import RoleFleet, WorkerLoad
-from protocol.ids import RequestId
-from protocol.messages import Role
-from router.load import PROMPTS_WINDOW_S
-from router.pressure import BusyShare
-from simulator.agenda import Agenda
-from simulator.coarse_router import CoarseRouter
-from simulator.config import SimConfig, pull_s_per_token_of, timing_of
-from simulator.hook import PlannerHook, PlannerLoop
-from simulator.records import Records
-from simulator.report import SimReport
-from simulator.requests import SimRequest
-from simulator.worker import SimWorkerState
+from kvmesh.planner.model import RoleFleet, WorkerLoad
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Role
+from kvmesh.router.load import PROMPTS_WINDOW_S
+from kvmesh.router.pressure import BusyShare
+from kvmesh.simulator.agenda import Agenda
+from kvmesh.simulator.coarse_router import CoarseRouter
+from kvmesh.simulator.config import SimConfig, pull_s_per_token_of, timing_of
+from kvmesh.simulator.hook import PlannerHook, PlannerLoop
+from kvmesh.simulator.records import Records
+from kvmesh.simulator.report import SimReport
+from kvmesh.simulator.requests import SimRequest
+from kvmesh.simulator.worker import SimWorkerState
 
 _FOREVER = float("inf")
 _READY = SimWorkerState.READY

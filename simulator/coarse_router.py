@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from protocol.errors import OverloadedError
-from protocol.ids import RequestId
-from protocol.messages import RouteRequest
-from router.admission import AdmissionControl, AdmissionRules, Placing
-from router.queue import Pending, PendingQueue, QueueRules
-from router.rules import RouterRules
-from simulator.config import SimConfig
-from simulator.requests import SimRequest
+from kvmesh.protocol.errors import OverloadedError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import RouteRequest
+from kvmesh.router.admission import AdmissionControl, AdmissionRules, Placing
+from kvmesh.router.queue import Pending, PendingQueue, QueueRules
+from kvmesh.router.rules import RouterRules
+from kvmesh.simulator.config import SimConfig
+from kvmesh.simulator.requests import SimRequest
 
 _MODEL = "simulated"
 _FOREVER = float("inf")

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from protocol.profile import Profile
-from protocol.timing import PolynomialTiming, ProfileTiming, Timing, pull_s_per_token
-from router.policies import Policy
+from kvmesh.protocol.profile import Profile
+from kvmesh.protocol.timing import PolynomialTiming, ProfileTiming, Timing, pull_s_per_token
+from kvmesh.router.policies import Policy
 
 Mode = Literal["aggregated", "disaggregated"]
 

@@ -5,16 +5,16 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.peers import PeerPrefixes
-from planner.model import RoleFleet, WorkerLoad
-from protocol.ids import WorkerId
-from protocol.messages import CardTier, Role, WorkerCard
-from protocol.tiers import Tier
-from simulator.config import SimConfig, pull_s_per_token_of, tier_block_s, timing_of
-from simulator.tiers import SimStorage, SimTier, SimTiers
-from simulator.worker import SimWorker, SimWorkerState
-from workers.scheduler import KvPull, Limits, Output, Scheduler
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.peers import PeerPrefixes
+from kvmesh.planner.model import RoleFleet, WorkerLoad
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import CardTier, Role, WorkerCard
+from kvmesh.protocol.tiers import Tier
+from kvmesh.simulator.config import SimConfig, pull_s_per_token_of, tier_block_s, timing_of
+from kvmesh.simulator.tiers import SimStorage, SimTier, SimTiers
+from kvmesh.simulator.worker import SimWorker, SimWorkerState
+from kvmesh.workers.scheduler import KvPull, Limits, Output, Scheduler
 
 MODEL = "simulated"
 TRANSFER = "simulated"

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from planner.model import Observation, RoleFleet, ScalingDecision, WorkerLoad
-from protocol.messages import Role
-from simulator.agenda import Agenda
-from simulator.records import Records
-from simulator.worker import SimWorkerState
+from kvmesh.planner.model import Observation, RoleFleet, ScalingDecision, WorkerLoad
+from kvmesh.protocol.messages import Role
+from kvmesh.simulator.agenda import Agenda
+from kvmesh.simulator.records import Records
+from kvmesh.simulator.worker import SimWorkerState
 
 
 class ScaledWorker(Protocol):

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from simulator.requests import SimRequest, thread_names
+from kvmesh.simulator.requests import SimRequest, thread_names
 
 _PREFIX_THREADS = 1 << 40  # texts of shared prefixes are named from here on
 

@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from protocol.errors import ConfigError
-from simulator.requests import SimRequest, thread_names
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator.requests import SimRequest, thread_names
 
 MOST_DISORDER = 4096  # rows that a row may be late by
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from protocol.messages import PrefixSource, RouteRequest
-from simulator.requests import SimRequest
-from simulator.worker import SimWorker
-from workers.scheduler import SequenceState
+from kvmesh.protocol.messages import PrefixSource, RouteRequest
+from kvmesh.simulator.requests import SimRequest
+from kvmesh.simulator.worker import SimWorker
+from kvmesh.workers.scheduler import SequenceState
 
 
 class SimAnswer(NamedTuple):

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from simulator.report import PlannerChange, Sample, SimReport
-from simulator.tables import figures
+from kvmesh.simulator.report import PlannerChange, Sample, SimReport
+from kvmesh.simulator.tables import figures
 
 WIDTH, HEIGHT = 900, 180
 _LEFT, _BOTTOM = 60, 20

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from protocol.errors import ConfigError
-from simulator.page import CURVES
-from simulator.report import SimReport
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator.page import CURVES
+from kvmesh.simulator.report import SimReport
 
 
 def draw(report: SimReport, title: str, path: Path) -> None:

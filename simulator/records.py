@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.model import Action, RoleFleet, ScalingDecision, Traffic
-from protocol.messages import Role
-from simulator.config import SimConfig
-from simulator.report import PlannerChange, Sample, SimReport, Spread
-from simulator.requests import SimRequest
-from simulator.tally import PercentileTally
-from simulator.worker import SimWorker
+from kvmesh.planner.model import Action, RoleFleet, ScalingDecision, Traffic
+from kvmesh.protocol.messages import Role
+from kvmesh.simulator.config import SimConfig
+from kvmesh.simulator.report import PlannerChange, Sample, SimReport, Spread
+from kvmesh.simulator.requests import SimRequest
+from kvmesh.simulator.tally import PercentileTally
+from kvmesh.simulator.worker import SimWorker
 
 SLO_WINDOW_S = 300.0
 SLO_PERCENTILE = 0.95

@@ -13,24 +13,24 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.progress import Progress
 
-from mesh.config import load
-from mesh.lifecycle import GC_THRESHOLDS
-from planner.core import PlannerCore
-from planner.model import PlannerConfig
-from planner.profiles import polynomial_profile
-from protocol.errors import ConfigError
-from protocol.profile import Profile, read_profile
-from router.policies import Policy
-from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
-from simulator.access_log import LineCounts, read_access_log
-from simulator.arrivals import jittered, limited, sped_up
-from simulator.config import Mode
-from simulator.loads import Rate, Shape, bursty, constant, diurnal, sawtooth, step, synthesize
-from simulator.mooncake import from_rows, stream_rows
-from simulator.page import as_html
-from simulator.picture import draw
-from simulator.tables import as_table, assumptions, summary_of, timeline_of
-from simulator.traces import kind_of
+from kvmesh.mesh.config import load
+from kvmesh.mesh.lifecycle import GC_THRESHOLDS
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.model import PlannerConfig
+from kvmesh.planner.profiles import polynomial_profile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile, read_profile
+from kvmesh.router.policies import Policy
+from kvmesh.simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
+from kvmesh.simulator.access_log import LineCounts, read_access_log
+from kvmesh.simulator.arrivals import jittered, limited, sped_up
+from kvmesh.simulator.config import Mode
+from kvmesh.simulator.loads import Rate, Shape, bursty, constant, diurnal, sawtooth, step, synthesize
+from kvmesh.simulator.mooncake import from_rows, stream_rows
+from kvmesh.simulator.page import as_html
+from kvmesh.simulator.picture import draw
+from kvmesh.simulator.tables import as_table, assumptions, summary_of, timeline_of
+from kvmesh.simulator.traces import kind_of
 
 LoadShape = Literal["constant", "diurnal", "bursty", "step", "sawtooth"]
 

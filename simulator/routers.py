@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from protocol.events import KvEvent
-from protocol.ids import WorkerId
-from protocol.messages import LoadReport, WorkerCard
-from router.admission import AdmissionRules
-from router.core import RouterState
-from router.index import Holder
-from router.load import Share
-from router.rules import RouterRules, Saturation
-from simulator.agenda import Agenda
-from simulator.config import SimConfig
-from simulator.sequence import as_told
-from simulator.worker import SimWorker
+from kvmesh.protocol.events import KvEvent
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import LoadReport, WorkerCard
+from kvmesh.router.admission import AdmissionRules
+from kvmesh.router.core import RouterState
+from kvmesh.router.index import Holder
+from kvmesh.router.load import Share
+from kvmesh.router.rules import RouterRules, Saturation
+from kvmesh.simulator.agenda import Agenda
+from kvmesh.simulator.config import SimConfig
+from kvmesh.simulator.sequence import as_told
+from kvmesh.simulator.worker import SimWorker
 
 STILL_WAITING_S = 1.0  # between two looks of a router at the requests that wait
 

@@ -8,11 +8,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.events import KvEvent, Stored
-from protocol.hashing import CHAIN_SEED, sequence_hash_bytes, unpack_hashes
-from protocol.messages import GenerateRequest
-from simulator.requests import thread_name
-from workers.scheduler import SequenceState
+from kvmesh.protocol.events import KvEvent, Stored
+from kvmesh.protocol.hashing import CHAIN_SEED, sequence_hash_bytes, unpack_hashes
+from kvmesh.protocol.messages import GenerateRequest
+from kvmesh.simulator.requests import thread_name
+from kvmesh.workers.scheduler import SequenceState
 
 HALVES = 2  # u32 of a name
 NO_STOPS: frozenset[int] = frozenset()

@@ -6,9 +6,9 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from protocol.profile import Profile
-from simulator.config import SimConfig
-from simulator.report import SimReport, Spread
+from kvmesh.protocol.profile import Profile
+from kvmesh.simulator.config import SimConfig
+from kvmesh.simulator.report import SimReport, Spread
 
 FIT = "a fit to an 8B model on one data-centre GPU"
 

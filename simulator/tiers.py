@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.objects import FolderObjects
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.stack import BlockSave, TierLevel, TierStack
-from kvcache.tiers.whole import WholeCache
-from protocol.tiers import Tier
-from simulator.sequence import HALVES
-from workers.scheduler import TierLoad
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.kvcache.tiers.objects import FolderObjects
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.stack import BlockSave, TierLevel, TierStack
+from kvmesh.kvcache.tiers.whole import WholeCache
+from kvmesh.protocol.tiers import Tier
+from kvmesh.simulator.sequence import HALVES
+from kvmesh.workers.scheduler import TierLoad
 
 MAX_IN_FLIGHT = 64  # blocks that are copied down to a tier at a time
 

@@ -5,8 +5,8 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from protocol.errors import ConfigError
-from simulator.access_log import files_of
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator.access_log import files_of
 
 TraceKind = Literal["mooncake", "access-log"]
 

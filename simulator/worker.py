@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.whole import WholeCache
-from protocol.events import KvEvent
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Role, WorkerCard
-from protocol.timing import Timing
-from simulator.tiers import SimTiers
-from workers.engines.mock.pace import MockPace
-from workers.executor import Sampled
-from workers.scheduler import DecodeRun, KvPull, Output, PeerLoad, Scheduler, SequenceState, Step, TierLoad
-from workers.tiers import note_prompts
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.whole import WholeCache
+from kvmesh.protocol.events import KvEvent
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard
+from kvmesh.protocol.timing import Timing
+from kvmesh.simulator.tiers import SimTiers
+from kvmesh.workers.engines.mock.pace import MockPace
+from kvmesh.workers.executor import Sampled
+from kvmesh.workers.scheduler import DecodeRun, KvPull, Output, PeerLoad, Scheduler, SequenceState, Step, TierLoad
+from kvmesh.workers.tiers import note_prompts
 
 MOST_RUN_S = 2.0  # the world learns of blocks filled and taken in a long run of decode steps at least so often
 _FOREVER = float("inf")

@@ -3,23 +3,23 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from protocol.errors import ConfigError, MeshError
-from protocol.hashing import unpack_hashes
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import GenerateRequest, Placed, Role, RouteRequest, StopConditions, Ticket
-from router.core import Outcome
-from simulator.agenda import Agenda
-from simulator.config import SimConfig, pull_s_per_token_of
-from simulator.fleet import MODEL, TRANSFER, SimFleet
-from simulator.hook import PlannerHook, PlannerLoop
-from simulator.open_request import OpenRequest, SimAnswer
-from simulator.records import Records
-from simulator.report import SimReport
-from simulator.requests import SimRequest
-from simulator.routers import SimRouters
-from simulator.sequence import prompt_hashes, sequence_for
-from simulator.worker import SimWorker, SimWorkerState
-from workers.scheduler import KvPull, Output, PeerLoad, TierLoad
+from kvmesh.protocol.errors import ConfigError, MeshError
+from kvmesh.protocol.hashing import unpack_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import GenerateRequest, Placed, Role, RouteRequest, StopConditions, Ticket
+from kvmesh.router.core import Outcome
+from kvmesh.simulator.agenda import Agenda
+from kvmesh.simulator.config import SimConfig, pull_s_per_token_of
+from kvmesh.simulator.fleet import MODEL, TRANSFER, SimFleet
+from kvmesh.simulator.hook import PlannerHook, PlannerLoop
+from kvmesh.simulator.open_request import OpenRequest, SimAnswer
+from kvmesh.simulator.records import Records
+from kvmesh.simulator.report import SimReport
+from kvmesh.simulator.requests import SimRequest
+from kvmesh.simulator.routers import SimRouters
+from kvmesh.simulator.sequence import prompt_hashes, sequence_for
+from kvmesh.simulator.worker import SimWorker, SimWorkerState
+from kvmesh.workers.scheduler import KvPull, Output, PeerLoad, TierLoad
 
 PROGRESS_S = 2.0  # as frontends tell the router of answers that grow
 PATIENCE_S = 6 * 3600.0  # if nothing ends for this long, the open requests never will

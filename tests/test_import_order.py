@@ -35,7 +35,7 @@ MAY_USE: Mapping[str, frozenset[str]] = {
     "kvmesh": PLANES | SERVICES | {"cluster", "simulator", "profiler", "benchmarks", "faults"},
 }
 # Edges that point sideways on purpose: what starts a service may open one other by name, when it is told to.
-OPENED: frozenset[tuple[str, str]] = frozenset({("router.__main__", "frontend.picker.service")})
+OPENED: frozenset[tuple[str, str]] = frozenset({("kvmesh.router.__main__", "kvmesh.frontend.picker.service")})
 PROTOCOL_NEEDS = frozenset({"msgspec", "xxhash"}) | sys.stdlib_module_names
 
 
@@ -47,7 +47,13 @@ class Import:
 
     @property
     def package(self) -> str:
-        return self.target.partition(".")[0]
+        return package_of(self.target)
+
+
+def package_of(module: str) -> str:
+    """Return the folder of a module of ours; "kvmesh" for the command's own. Of others, the package."""
+    first, second, *_ = [*module.split("."), ""]
+    return second if first == "kvmesh" and second in MAY_USE else first
 
 
 def read_modules() -> dict[str, str]:
@@ -55,10 +61,15 @@ def read_modules() -> dict[str, str]:
     modules: dict[str, str] = {}
     for package in MAY_USE:
         for file in sorted((ROOT / package).rglob("*.py")):
-            parts = file.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            modules[name] = file.read_text(encoding="utf-8")
+            modules[name_of(file)] = file.read_text(encoding="utf-8")
     return modules
+
+
+def name_of(file: Path) -> str:
+    """Return the dotted name of a module of ours."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "kvmesh" else ("kvmesh", *parts))
 
 
 def imports_of(modules: Mapping[str, str], packages: frozenset[str] = frozenset()) -> list[Import]:
@@ -101,10 +112,12 @@ def order_violations(imports: list[Import]) -> list[str]:
     """Imports that point up or sideways, wherever in a module they stand."""
     wrong: list[str] = []
     for found in imports:
-        home = found.importer.partition(".")[0]
+        home = package_of(found.importer)
         is_opened = (found.importer, found.target) in OPENED
         if not is_opened and found.package in ("tests", *MAY_USE) and found.package not in (home, *MAY_USE[home]):
             wrong.append(f"{found.importer}:{found.line}: {home} may not use {found.target}")
+        if found.target.partition(".")[0] in MAY_USE.keys() - {"kvmesh"}:
+            wrong.append(f"{found.importer}:{found.line}: there is no {found.target}, but kvmesh.{found.target}")
         if home == "protocol" and found.package not in ("protocol", *MAY_USE, *PROTOCOL_NEEDS):
             wrong.append(f"{found.importer}:{found.line}: protocol may not need {found.target}")
     return wrong
@@ -125,13 +138,13 @@ def cycle(imports: list[Import]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ours() -> list[Import]:
-    packages = frozenset(".".join(init.parent.relative_to(ROOT).parts) for init in ROOT.glob("*/**/__init__.py"))
+    packages = frozenset(name_of(init) for init in ROOT.glob("*/**/__init__.py"))
     return imports_of(read_modules(), packages)
 
 
 def test_the_imports_are_found(ours: list[Import]) -> None:
-    assert any(found.importer == "mesh.config" and found.target == "protocol.errors" for found in ours)
-    assert {found.importer.partition(".")[0] for found in ours} >= {"protocol", "mesh", "kvcache", "router", "frontend"}
+    assert any(found.importer == "kvmesh.mesh.config" and found.target == "kvmesh.protocol.errors" for found in ours)
+    assert {package_of(found.importer) for found in ours} >= {"protocol", "mesh", "kvcache", "router", "frontend"}
 
 
 def test_imports_point_down(ours: list[Import]) -> None:
@@ -149,45 +162,67 @@ def test_no_files_import_each_other_in_a_circle(ours: list[Import]) -> None:
 
 def test_the_command_table_counts_as_imports(ours: list[Import]) -> None:
     of_the_command = {found.target for found in ours if found.importer == "kvmesh.__main__"}
-    assert {"simulator.replay", "benchmarks.__main__", "frontend.__main__", "workers.__main__"} <= of_the_command
+    assert {
+        "kvmesh.simulator.replay",
+        "kvmesh.benchmarks.__main__",
+        "kvmesh.frontend.__main__",
+        "kvmesh.workers.__main__",
+    } <= of_the_command
 
 
 @pytest.mark.parametrize(
     ("importer", "source", "target"),
     [
-        ("protocol.ids", "import mesh.config", "mesh.config"),
-        ("protocol.ids", "import numpy", "numpy"),
-        ("mesh.plane", "from kvcache import pool", "kvcache"),
-        ("kvcache.pool", "from kvevents.formats import encode", "kvevents.formats"),
-        ("kvevents.formats", "import kvcache.pool", "kvcache.pool"),
-        ("router.core", "from frontend.http import build_app", "frontend.http"),
-        ("router.service", "from frontend.picker.service import serve", "frontend.picker.service"),
-        ("workers.service", "from router.core import RouterState", "router.core"),
-        ("planner.service", "import workers", "workers"),
-        ("frontend.service", "from kvmesh import up", "kvmesh"),
-        ("mesh.config", "from tests.support import clock", "tests.support"),
-        ("mesh.config", "def f():\n    from router.core import RouterState", "router.core"),
-        ("mesh.config", "async def f():\n    if True:\n        import workers.config", "workers.config"),
-        ("mesh.config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import router", "router"),
-        ("mesh.config", "import importlib\nimportlib.import_module('router.core')", "router.core"),
-        ("mesh.config", "import importlib\nTABLE = {'a': 'router'}\nimportlib.import_module(TABLE['a'])", "router"),
-        ("mesh.config", "from ..router import core", "router"),
+        ("kvmesh.protocol.ids", "import kvmesh.mesh.config", "kvmesh.mesh.config"),
+        ("kvmesh.protocol.ids", "import numpy", "numpy"),
+        ("kvmesh.mesh.plane", "from kvmesh.kvcache import pool", "kvmesh.kvcache"),
+        ("kvmesh.kvcache.pool", "from kvmesh.kvevents.formats import encode", "kvmesh.kvevents.formats"),
+        ("kvmesh.kvevents.formats", "import kvmesh.kvcache.pool", "kvmesh.kvcache.pool"),
+        ("kvmesh.router.core", "from kvmesh.frontend.http import build_app", "kvmesh.frontend.http"),
+        ("kvmesh.router.service", "from kvmesh.frontend.picker.service import serve", "kvmesh.frontend.picker.service"),
+        ("kvmesh.workers.service", "from kvmesh.router.core import RouterState", "kvmesh.router.core"),
+        ("kvmesh.planner.service", "import kvmesh.workers", "kvmesh.workers"),
+        ("kvmesh.frontend.service", "from kvmesh import up", "kvmesh"),
+        ("kvmesh.mesh.config", "from tests.support import clock", "tests.support"),
+        ("kvmesh.mesh.config", "def f():\n    from kvmesh.router.core import RouterState", "kvmesh.router.core"),
+        (
+            "kvmesh.mesh.config",
+            "async def f():\n    if True:\n        import kvmesh.workers.config",
+            "kvmesh.workers.config",
+        ),
+        (
+            "kvmesh.mesh.config",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kvmesh.router",
+            "kvmesh.router",
+        ),
+        ("kvmesh.mesh.config", "import importlib\nimportlib.import_module('kvmesh.router.core')", "kvmesh.router.core"),
+        (
+            "kvmesh.mesh.config",
+            "import importlib\nTABLE = {'a': 'kvmesh.router'}\nimportlib.import_module(TABLE['a'])",
+            "kvmesh.router",
+        ),
+        ("kvmesh.mesh.config", "from ..router import core", "kvmesh.router"),
     ],
 )
 def test_an_import_that_points_up_is_caught(importer: str, source: str, target: str) -> None:
-    [violation] = order_violations(imports_of({importer: source, "router": ""}))
+    [violation] = order_violations(imports_of({importer: source, "kvmesh.router": ""}))
     assert violation.endswith(target)
+
+
+def test_a_folder_is_imported_by_its_one_name() -> None:
+    [violation] = order_violations(imports_of({"kvmesh.workers.service": "import protocol.ids"}))
+    assert violation.endswith("there is no protocol.ids, but kvmesh.protocol.ids")
 
 
 @pytest.mark.parametrize(
     ("importer", "source"),
     [
-        ("frontend.service", "from router.service import LocalRouter"),
-        ("kvmesh.up", "import workers.config, frontend.config"),
-        ("benchmarks.load", "from cluster.running import running_cluster"),
-        ("protocol.hashing", "import xxhash, msgspec, struct"),
-        ("workers.engines.torch.executor", "import torch"),
-        ("mesh.config", "from . import lifecycle"),
+        ("kvmesh.frontend.service", "from kvmesh.router.service import LocalRouter"),
+        ("kvmesh.commands.up", "import kvmesh.workers.config, kvmesh.frontend.config"),
+        ("kvmesh.benchmarks.load", "from kvmesh.cluster.running import running_cluster"),
+        ("kvmesh.protocol.hashing", "import xxhash, msgspec, struct"),
+        ("kvmesh.workers.engines.torch.executor", "import torch"),
+        ("kvmesh.mesh.config", "from . import lifecycle"),
     ],
 )
 def test_an_import_that_points_down_is_fine(importer: str, source: str) -> None:
@@ -197,20 +232,28 @@ def test_an_import_that_points_down_is_fine(importer: str, source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "class C:\n    import mesh.a",
-        "def f():\n    from mesh.a import A",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mesh.a import A",
-        "from importlib import import_module\nNAMES = ['mesh.a']\nimport_module(NAMES[0])",
+        "class C:\n    import kvmesh.mesh.a",
+        "def f():\n    from kvmesh.mesh.a import A",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvmesh.mesh.a import A",
+        "from importlib import import_module\nNAMES = ['kvmesh.mesh.a']\nimport_module(NAMES[0])",
     ],
 )
 def test_a_circle_is_caught_wherever_the_import_stands(source: str) -> None:
-    modules = {"mesh.a": "from mesh import b", "mesh.b": "from mesh.c import thing", "mesh.c": source}
+    modules = {
+        "kvmesh.mesh.a": "from kvmesh.mesh import b",
+        "kvmesh.mesh.b": "from kvmesh.mesh.c import thing",
+        "kvmesh.mesh.c": source,
+    }
     found = cycle(imports_of(modules))
-    start = found.index("mesh.a")
-    assert [*found[start:-1], *found[:start]] == ["mesh.a", "mesh.b", "mesh.c"]
+    start = found.index("kvmesh.mesh.a")
+    assert [*found[start:-1], *found[:start]] == ["kvmesh.mesh.a", "kvmesh.mesh.b", "kvmesh.mesh.c"]
 
 
 def test_relative_imports_are_followed() -> None:
-    modules = {"mesh.plane": "from .link import Link", "mesh.plane.link": "from . import link2", "mesh.plane.link2": ""}
-    found = imports_of(modules, frozenset({"mesh.plane"}))
-    assert [one.target for one in found] == ["mesh.plane.link", "mesh.plane.link2"]
+    modules = {
+        "kvmesh.mesh.plane": "from .link import Link",
+        "kvmesh.mesh.plane.link": "from . import link2",
+        "kvmesh.mesh.plane.link2": "",
+    }
+    found = imports_of(modules, frozenset({"kvmesh.mesh.plane"}))
+    assert [one.target for one in found] == ["kvmesh.mesh.plane.link", "kvmesh.mesh.plane.link2"]

@@ -17,7 +17,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TREE = ["protocol", "mesh", "kvevents", "kvcache", "router", "docs", "tests", "pyproject.toml", "CONTRIBUTING.md"]
+TREE = [
+    "kvmesh",
+    "protocol",
+    "mesh",
+    "kvevents",
+    "kvcache",
+    "router",
+    "frontend",
+    "docs",
+    "tests",
+    "pyproject.toml",
+    "CONTRIBUTING.md",
+]
 MARKER = re.compile(r"<!-- recipe: (\S+) -->")
 PLACE = r"(?:# |<!-- )(?P<file>[^\s,]+)(?:, (?P<place>.+?))?(?: -->)?"
 BLOCK = re.compile(rf"^```\w+\n{PLACE}\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -75,7 +87,7 @@ def table_of(lines: list[str], heading: str) -> tuple[int, int]:
 def copied(tree: Path) -> Path:
     for name in TREE:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, tree / name)
     return tree

@@ -1,6 +1,6 @@
-"""Run one worker: `python -m workers`."""
+"""Run one worker: `kvmesh worker`."""
 
-from mesh.starting import end_on_signals
+from kvmesh.mesh.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()  # also while the modules below are imported
@@ -10,15 +10,15 @@ import os
 import sys
 import threading
 
-from mesh.config import load
-from mesh.lifecycle import run
-from mesh.telemetry import setup_logging
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig, with_engine_args
-from workers.durable_tier import TIER_THREAD
-from workers.names import with_name
-from workers.service import serve
-from workers.step_engine import ENGINE_THREAD
+from kvmesh.mesh.config import load
+from kvmesh.mesh.lifecycle import run
+from kvmesh.mesh.telemetry import setup_logging
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig, with_engine_args
+from kvmesh.workers.durable_tier import TIER_THREAD
+from kvmesh.workers.names import with_name
+from kvmesh.workers.service import serve
+from kvmesh.workers.step_engine import ENGINE_THREAD
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
                 with_engine_args(sys.argv[1:]),
                 os.environ,
                 prefix="KVMESH_WORKER_",
-                prog="python -m workers",
+                prog="kvmesh worker",
                 description="Run one worker: an engine that prefills, decodes, or both.",
                 section="worker",
             )

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from workers.engine import EngineInfo
-from workers.tiers import TierReport
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.tiers import TierReport
 
 EVERY_S = 10.0  # between two cards, at least
 FIRST_S = 1.0  # ... until everything has been measured once

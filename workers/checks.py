@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.messages import EmbedRequest, Feature, GenerateRequest
-from workers.engine import EngineInfo
-from workers.guide_checks import check_guide
+from kvmesh.protocol.errors import ContextLengthError, InvalidRequestError
+from kvmesh.protocol.messages import EmbedRequest, Feature, GenerateRequest
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.guide_checks import check_guide
 
 
 def check_generation(request: GenerateRequest, info: EngineInfo) -> None:

@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from protocol.errors import InvalidRequestError
+from kvmesh.protocol.errors import InvalidRequestError
 
 _Choices = list[str]
 

@@ -5,19 +5,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvcache.tiers.place import check_endpoint, place_of
-from kvevents.nats_access import USAGE as NATS_USAGE
-from mesh.discovery import DiscoveryUrl
-from mesh.http.browsers import AllowedHosts
-from mesh.identity.credentials import MeshProbes, MeshTls
-from mesh.telemetry import LogFormat, LogLevel, Namespace
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
-from workers.canary import CANARY_INTERVAL_S
-from workers.engines.registry import ENGINE_HELP, EngineName
-from workers.schemas import GuideWhitespace
-from workers.stall import ANSWER_STALL_S, STEP_STALL_S
+from kvmesh.kvcache.tiers.place import check_endpoint, place_of
+from kvmesh.kvevents.nats_access import USAGE as NATS_USAGE
+from kvmesh.mesh.discovery import DiscoveryUrl
+from kvmesh.mesh.http.browsers import AllowedHosts
+from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
+from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
+from kvmesh.workers.canary import CANARY_INTERVAL_S
+from kvmesh.workers.engines.registry import ENGINE_HELP, EngineName
+from kvmesh.workers.schemas import GuideWhitespace
+from kvmesh.workers.stall import ANSWER_STALL_S, STEP_STALL_S
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

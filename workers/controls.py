@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from protocol.errors import InvalidRequestError, MeshError
-from protocol.messages import Control, ControlAction, ControlReply, Role, WorkerStatus
-from protocol.tiers import Tier
-from workers.engine import Controllable, Engine, EngineInfo, ResetsCache, Sleeps
-from workers.life import Place, WorkerLife
-from workers.roles import check_can_turn, role_asked_for
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply, Role, WorkerStatus
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.engine import Controllable, Engine, EngineInfo, ResetsCache, Sleeps
+from kvmesh.workers.life import Place, WorkerLife
+from kvmesh.workers.roles import check_can_turn, role_asked_for
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvcache.tiers.address import model_fingerprint
-from kvcache.tiers.disk import DiskStore, form_of
-from kvcache.tiers.folder import own_folder
-from kvcache.tiers.index import TierIndex
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.restore import restore
-from kvcache.tiers.slots import header_bytes, pages
-from kvcache.tiers.stack import TierLevel
-from protocol.errors import ConfigError
-from protocol.messages import KvLayout
-from protocol.tiers import Tier
-from workers.durable_tier import MOST_BLOCKS, OpenedTier, open_durable, weights_known
+from kvmesh.kvcache.tiers.address import model_fingerprint
+from kvmesh.kvcache.tiers.disk import DiskStore, form_of
+from kvmesh.kvcache.tiers.folder import own_folder
+from kvmesh.kvcache.tiers.index import TierIndex
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.restore import restore
+from kvmesh.kvcache.tiers.slots import header_bytes, pages
+from kvmesh.kvcache.tiers.stack import TierLevel
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import KvLayout
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.durable_tier import MOST_BLOCKS, OpenedTier, open_durable, weights_known
 
 log = logging.getLogger(__name__)
 

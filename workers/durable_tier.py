@@ -6,12 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvcache.tiers.index import TierIndex
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.stack import TierLevel
-from kvcache.tiers.store import TierError, TierStore
-from protocol.messages import KvLayout
-from protocol.tiers import Tier
+from kvmesh.kvcache.tiers.index import TierIndex
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.stack import TierLevel
+from kvmesh.kvcache.tiers.store import TierError, TierStore
+from kvmesh.protocol.messages import KvLayout
+from kvmesh.protocol.tiers import Tier
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import logging
 import socket
 from urllib.parse import urlsplit
 
-from mesh.address import join_address, split_address
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
+from kvmesh.mesh.address import join_address, split_address
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
 
 log = logging.getLogger(__name__)
 

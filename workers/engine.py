@@ -8,9 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from protocol.events import Digest, KvEvent
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     CardTier,
     Control,
     ControlReply,
@@ -26,7 +26,7 @@ from protocol.messages import (
     Role,
     WorkerTimes,
 )
-from protocol.tiers import Tier
+from kvmesh.protocol.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TierUse:
     used_bytes: int
     limit_bytes: int
     block_bytes: int
-    counts: Mapping[str, int]  # what has happened since the start, by kvcache.tiers.stack's words
+    counts: Mapping[str, int]  # what has happened since the start, by kvmesh.kvcache.tiers.stack's words
     hit_shares: tuple[float, float]  # of the latest prompts' blocks: found on the device, and below it
     ios: Mapping[str, int] = field(default_factory=dict)  # reads and writes, by the path that they took
     is_readable: bool = True  # else it was switched off

@@ -3,15 +3,15 @@
 import asyncio
 from typing import Protocol
 
-from kvevents.door import EventDoor
-from mesh.plane.server import Call, Handler
-from protocol.errors import InvalidRequestError
-from protocol.ids import WorkerId
-from protocol.messages import EventKey, EventKeyRequest, decode
+from kvmesh.kvevents.door import EventDoor
+from kvmesh.mesh.plane.server import Call, Handler
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import EventKey, EventKeyRequest, decode
 
 
 class KeyHolder(Protocol):
-    """The part of workers.membership.Membership that an answer needs."""
+    """The part of kvmesh.workers.membership.Membership that an answer needs."""
 
     worker_id: WorkerId
     event_key: str

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvcache.memory import KvRegion
-from kvcache.tiers.store import DeviceBlocks
-from protocol.messages import Feature, KvLayout, Role, SamplingParams, TokenLogprob
-from protocol.tiers import Tier
-from workers.guides import Guides, Matcher
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.tiers.store import DeviceBlocks
+from kvmesh.protocol.messages import Feature, KvLayout, Role, SamplingParams, TokenLogprob
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.guides import Guides, Matcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from protocol.errors import InvalidRequestError
-from protocol.messages import Guide, GuideKind
-from workers.guide_messages import guide_name
-from workers.schemas import Path, SchemaFault, children
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Guide, GuideKind
+from kvmesh.workers.guide_messages import guide_name
+from kvmesh.workers.schemas import Path, SchemaFault, children
 
 MAX_GUIDE_BYTES = {  # an object of any shape has no value at all
     GuideKind.JSON: 0,

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from protocol.messages import Guide, GuideKind
-from workers.schemas import GuideWhitespace
+from kvmesh.protocol.messages import Guide, GuideKind
+from kvmesh.workers.schemas import GuideWhitespace
 
 
 class GuideSetup(msgspec.Struct, frozen=True, array_like=True):

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from mesh.jobs.zygote import resident_bytes
-from protocol.errors import InvalidRequestError
-from protocol.messages import Guide, GuideKind
-from workers.choices import choices_of
-from workers.guide_messages import (
+from kvmesh.mesh.jobs.zygote import resident_bytes
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Guide, GuideKind
+from kvmesh.workers.choices import choices_of
+from kvmesh.workers.guide_messages import (
     BeginAnswer,
     Close,
     Compile,
@@ -29,7 +29,7 @@ from workers.guide_messages import (
     guide_name,
     job_decoder,
 )
-from workers.schemas import GuideWhitespace, SchemaFault, fault_of, fault_reason, held_text
+from kvmesh.workers.schemas import GuideWhitespace, SchemaFault, fault_of, fault_reason, held_text
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

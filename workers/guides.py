@@ -23,13 +23,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
-from mesh.jobs.frames import Setup
-from mesh.jobs.places import Places
-from protocol.errors import EngineError, InvalidRequestError, MeshError
-from protocol.messages import Guide
-from workers.guide_checks import check_guide
-from workers.guide_messages import (
+from kvmesh.mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
+from kvmesh.mesh.jobs.frames import Setup
+from kvmesh.mesh.jobs.places import Places
+from kvmesh.protocol.errors import EngineError, InvalidRequestError, MeshError
+from kvmesh.protocol.messages import Guide
+from kvmesh.workers.guide_checks import check_guide
+from kvmesh.workers.guide_messages import (
     BeginAnswer,
     Close,
     Compile,
@@ -41,7 +41,7 @@ from workers.guide_messages import (
     guide_name,
     reply_decoder,
 )
-from workers.schemas import GuideWhitespace
+from kvmesh.workers.schemas import GuideWhitespace
 
 log = logging.getLogger(__name__)
 
@@ -440,7 +440,9 @@ def lazy_guides(
     """Return what compiles guides; the tokenizer is read with the first of them. `vocab_size` 0: the tokenizer's."""
     setup = GuideSetup(str(tokenizer.resolve()), vocab_size, tuple(eos_token_ids), whitespace)
     argument = msgspec.msgpack.encode(setup)
-    return Guides(Children(Setup("workers.guide_process:prepare", argument, PROCESS_BYTES, STACK_BYTES)), vocab_size)
+    return Guides(
+        Children(Setup("kvmesh.workers.guide_process:prepare", argument, PROCESS_BYTES, STACK_BYTES)), vocab_size
+    )
 
 
 def _refusal(guide: Guide, error: JobError, limit_s: float) -> MeshError:

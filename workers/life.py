@@ -11,14 +11,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from kvevents.transport import Publisher
-from protocol.errors import DrainingError, EngineError
-from protocol.ids import WorkerId
-from protocol.messages import Role
-from workers.engine import Engine, EngineInfo, Turnable
-from workers.loaded_content import KvContent
-from workers.metrics import TURNS
-from workers.states import DRAINED_DETAIL, RESUMED_DETAIL, Begin, Nothing, Wait, WorkerOrder, WorkerState, WorkerStates
+from kvmesh.kvevents.transport import Publisher
+from kvmesh.protocol.errors import DrainingError, EngineError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.engine import Engine, EngineInfo, Turnable
+from kvmesh.workers.loaded_content import KvContent
+from kvmesh.workers.metrics import TURNS
+from kvmesh.workers.states import (
+    DRAINED_DETAIL,
+    RESUMED_DETAIL,
+    Begin,
+    Nothing,
+    Wait,
+    WorkerOrder,
+    WorkerState,
+    WorkerStates,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +36,7 @@ EnginePart = Callable[[], Awaitable[str]]  # the engine's share of a change; ret
 
 
 class Place(Protocol):
-    """The part of workers.membership.Membership that a worker's life needs."""
+    """The part of kvmesh.workers.membership.Membership that a worker's life needs."""
 
     role: Role
     worker_id: WorkerId

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from mesh.plane.server import Call
-from protocol.messages import LoadReport
-from workers.engine import ReportsLoad
+from kvmesh.mesh.plane.server import Call
+from kvmesh.protocol.messages import LoadReport
+from kvmesh.workers.engine import ReportsLoad
 
 REPEAT_S = 1.0  # between two equal reports that say something, at least
 LOST_REPORTS = 3  # a report is valid for the time of so many

@@ -18,11 +18,11 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from kvcache.transfer.offers import with_content
-from protocol.errors import StaleCardError, kind_of
-from protocol.kv_content import MAX_ADAPTERS, PENDING, UNKNOWN, content_of, mismatch
-from protocol.messages import Delta
-from workers.weights_hash import (
+from kvmesh.kvcache.transfer.offers import with_content
+from kvmesh.protocol.errors import StaleCardError, kind_of
+from kvmesh.protocol.kv_content import MAX_ADAPTERS, PENDING, UNKNOWN, content_of, mismatch
+from kvmesh.protocol.messages import Delta
+from kvmesh.workers.weights_hash import (
     FileState,
     StoppedError,
     WeightsHasher,

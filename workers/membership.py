@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from kvevents.connect import open_publisher
-from kvevents.door import EventDoor, new_keys
-from kvevents.transport import Publisher
-from mesh.discovery import Discovery, Registration
-from protocol.ids import WorkerId, new_worker_id
-from protocol.kv_content import MAX_ADAPTERS
-from protocol.messages import Role, WorkerCard, encode_card
-from protocol.model_files import ModelFile
-from workers.config import WorkerConfig
-from workers.endpoint import http_endpoint_of
-from workers.engine import Engine, EngineInfo, Ranked
-from workers.load_reports import reporting_ranks
-from workers.loaded_content import KnowsContent, KvContent
-from workers.model_files import OfferedFiles, model_files
-from workers.names import worker_name
-from workers.states import WorkerStates
+from kvmesh.kvevents.connect import open_publisher
+from kvmesh.kvevents.door import EventDoor, new_keys
+from kvmesh.kvevents.transport import Publisher
+from kvmesh.mesh.discovery import Discovery, Registration
+from kvmesh.protocol.ids import WorkerId, new_worker_id
+from kvmesh.protocol.kv_content import MAX_ADAPTERS
+from kvmesh.protocol.messages import Role, WorkerCard, encode_card
+from kvmesh.protocol.model_files import ModelFile
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.endpoint import http_endpoint_of
+from kvmesh.workers.engine import Engine, EngineInfo, Ranked
+from kvmesh.workers.load_reports import reporting_ranks
+from kvmesh.workers.loaded_content import KnowsContent, KvContent
+from kvmesh.workers.model_files import OfferedFiles, model_files
+from kvmesh.workers.names import worker_name
+from kvmesh.workers.states import WorkerStates
 
 log = logging.getLogger(__name__)
 

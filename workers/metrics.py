@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from mesh.measure import AtScrape, Reading, locked_counter, locked_histogram
-from workers.engine import EngineLoad, TierUse
+from kvmesh.mesh.measure import AtScrape, Reading, locked_counter, locked_histogram
+from kvmesh.workers.engine import EngineLoad, TierUse
 
 MIXED = "mixed"
 _P = "kvmesh_worker_"

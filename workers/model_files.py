@@ -5,10 +5,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mesh.plane.server import Call
-from protocol.errors import InvalidRequestError
-from protocol.messages import ModelFilePart, ModelFileRequest, decode
-from protocol.model_files import MAX_MODEL_FILE_BYTES, MODEL_FILE_NAMES, ModelFile
+from kvmesh.mesh.plane.server import Call
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import ModelFilePart, ModelFileRequest, decode
+from kvmesh.protocol.model_files import MAX_MODEL_FILE_BYTES, MODEL_FILE_NAMES, ModelFile
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
 
 
 def worker_name(config: WorkerConfig) -> str:

@@ -6,16 +6,16 @@ from functools import partial
 
 import msgspec
 
-from kvcache.tiers.peers import PeerPrefixes
-from kvcache.transfer.backend import TransferBackend
-from kvcache.transfer.offers import NUM_SLOTS
-from mesh.plane.client import PlaneClient
-from protocol.errors import TransferError
-from protocol.hashing import pack_hashes
-from protocol.ids import WorkerId
-from protocol.messages import OfferedPrefix, OfferPrefix, PrefixSource, Ticket, decode
-from workers.engine import AskPrefix
-from workers.scheduler import PeerLoad
+from kvmesh.kvcache.tiers.peers import PeerPrefixes
+from kvmesh.kvcache.transfer.backend import TransferBackend
+from kvmesh.kvcache.transfer.offers import NUM_SLOTS
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.hashing import pack_hashes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import OfferedPrefix, OfferPrefix, PrefixSource, Ticket, decode
+from kvmesh.workers.engine import AskPrefix
+from kvmesh.workers.scheduler import PeerLoad
 
 PIECE_BYTES = 16 << 20  # of blocks that are copied, and proven to be whole, together
 MOST_ID_CHARS = 256

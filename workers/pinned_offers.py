@@ -5,12 +5,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcache.tiers.peers import PeerPrefixes
-from kvcache.transfer.backend import TransferBackend
-from protocol.errors import MeshError
-from protocol.hashing import unpack_hashes
-from protocol.ids import SequenceHash
-from protocol.messages import OfferedPrefix, OfferPrefix, Ticket
+from kvmesh.kvcache.tiers.peers import PeerPrefixes
+from kvmesh.kvcache.transfer.backend import TransferBackend
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.hashing import unpack_hashes
+from kvmesh.protocol.ids import SequenceHash
+from kvmesh.protocol.messages import OfferedPrefix, OfferPrefix, Ticket
 
 log = logging.getLogger(__name__)
 

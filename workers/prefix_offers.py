@@ -2,11 +2,11 @@
 
 import asyncio
 
-from mesh.plane.server import Call
-from protocol.errors import InvalidRequestError, MeshError, OverloadedError
-from protocol.messages import OfferedPrefix, OfferPrefix
-from workers.engine import Engine, SharesPrefixes
-from workers.metrics import PREFIX_OFFERS
+from kvmesh.mesh.plane.server import Call
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from kvmesh.protocol.messages import OfferedPrefix, OfferPrefix
+from kvmesh.workers.engine import Engine, SharesPrefixes
+from kvmesh.workers.metrics import PREFIX_OFFERS
 
 MOST_OFFERS = 64  # at a time
 LEASE_S = 30.0  # a peer that takes longer has lost the offer

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvcache.transfer.backend import TransferBackend
-from kvcache.transfer.offers import check_content
-from protocol.errors import MeshError, TransferError
-from protocol.ids import RequestId
-from protocol.messages import PullReport
-from workers.engine import PeerAnswers
-from workers.loaded_content import KvContent
-from workers.metrics import PEER_PULL_BLOCKS, PEER_PULLS, PULL_BYTES, PULL_SECONDS, PULLS
-from workers.peer_pulls import PrefixFetcher
-from workers.pull_pace import ANSWER_S, ASK_AGAIN_S, PullPace
-from workers.scheduler import KvPull, PeerLoad, Scheduler
+from kvmesh.kvcache.transfer.backend import TransferBackend
+from kvmesh.kvcache.transfer.offers import check_content
+from kvmesh.protocol.errors import MeshError, TransferError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import PullReport
+from kvmesh.workers.engine import PeerAnswers
+from kvmesh.workers.loaded_content import KvContent
+from kvmesh.workers.metrics import PEER_PULL_BLOCKS, PEER_PULLS, PULL_BYTES, PULL_SECONDS, PULLS
+from kvmesh.workers.peer_pulls import PrefixFetcher
+from kvmesh.workers.pull_pace import ANSWER_S, ASK_AGAIN_S, PullPace
+from kvmesh.workers.scheduler import KvPull, PeerLoad, Scheduler
 
 log = logging.getLogger(__name__)
 

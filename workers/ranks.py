@@ -1,21 +1,21 @@
 """Data-parallel ranks: copies of one engine behind one worker, each with its own scheduler, cache and offers.
 
-Implements workers.engine.Engine and Ranked. A request says which rank it is for; the router has chosen it.
+Implements kvmesh.workers.engine.Engine and Ranked. A request says which rank it is for; the router has chosen it.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import replace
 
-from protocol.errors import InvalidRequestError
-from protocol.events import Digest, KvEvent
-from protocol.ids import WorkerId
-from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, OfferedPrefix, OfferPrefix
-from protocol.tiers import Tier
-from workers.engine import AskPrefix, Engine, EngineInfo, EngineLoad, PeerAnswers
-from workers.loaded_content import NOT_YET, KvContent
-from workers.sleeping import SleepableEngine
-from workers.tiers import TierReport
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, OfferedPrefix, OfferPrefix
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.engine import AskPrefix, Engine, EngineInfo, EngineLoad, PeerAnswers
+from kvmesh.workers.loaded_content import NOT_YET, KvContent
+from kvmesh.workers.sleeping import SleepableEngine
+from kvmesh.workers.tiers import TierReport
 
 
 class RankedEngine:

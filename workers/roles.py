@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from protocol.errors import InvalidRequestError
-from protocol.messages import Role
-from workers.engine import Engine, EngineInfo, Turnable
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.engine import Engine, EngineInfo, Turnable
 
 
 def check_can_turn(engine: Engine, kind: str, info: EngineInfo, role: Role) -> None:

@@ -16,13 +16,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvcache.pool import BlockPool, PoolExhaustedError
-from kvcache.tiers.peers import PeerPrefixes
-from kvcache.tiers.stack import PlannedLoad, Prefix, TierStack
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, MeshError
-from protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
-from protocol.ids import RequestId, SequenceHash
-from protocol.messages import (
+from kvmesh.kvcache.pool import BlockPool, PoolExhaustedError
+from kvmesh.kvcache.tiers.peers import PeerPrefixes
+from kvmesh.kvcache.tiers.stack import PlannedLoad, Prefix, TierStack
+from kvmesh.protocol.errors import ContextLengthError, EngineError, InvalidRequestError, MeshError
+from kvmesh.protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
+from kvmesh.protocol.ids import RequestId, SequenceHash
+from kvmesh.protocol.messages import (
     MAX_PROMPT_LOGPROBS,
     Delta,
     EmbedRequest,
@@ -33,9 +33,9 @@ from protocol.messages import (
     TokenLogprob,
     token_array,
 )
-from workers.checks import check_prompt
-from workers.executor import Embedded, Result, Row, Sampled, Scored
-from workers.guides import Matcher
+from kvmesh.workers.checks import check_prompt
+from kvmesh.workers.executor import Embedded, Result, Row, Sampled, Scored
+from kvmesh.workers.guides import Matcher
 
 MAX_TOKEN_RULES = 8192  # tokens that a request may bias, or list as the only ones: each costs time in every step
 

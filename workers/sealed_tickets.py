@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mesh.identity.names import Identity
-from mesh.plane.client import PlaneClient
-from protocol.errors import IdentityError, MeshError, TransferError
-from protocol.messages import Delta, GenerateRequest, OpenedTicket, RedeemTicket, Ticket
-from workers.metrics import REDEMPTIONS
+from kvmesh.mesh.identity.names import Identity
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import IdentityError, MeshError, TransferError
+from kvmesh.protocol.messages import Delta, GenerateRequest, OpenedTicket, RedeemTicket, Ticket
+from kvmesh.workers.metrics import REDEMPTIONS
 
 log = logging.getLogger(__name__)
 

@@ -11,24 +11,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvevents.batches import in_parts
-from kvevents.door import EventDoor
-from kvevents.formats import encode_payload
-from mesh.discovery import Discovery, open_discovery, standing_calls
-from mesh.exposition import labelled
-from mesh.http.door import door_of
-from mesh.http.files import make_room_for_files
-from mesh.identity.credentials import Credentials
-from mesh.identity.metrics import using
-from mesh.identity.names import MeshRole
-from mesh.lifecycle import settle, unless_stopped, watch_parent
-from mesh.plane.client import PlaneClient
-from mesh.plane.probing import PeerProbing
-from mesh.plane.server import Call, Handler, PlaneServer
-from mesh.telemetry import RequestContext, log_ready, serve_metrics
-from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.kvevents.batches import in_parts
+from kvmesh.kvevents.door import EventDoor
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.mesh.discovery import Discovery, open_discovery, standing_calls
+from kvmesh.mesh.exposition import labelled
+from kvmesh.mesh.http.door import door_of
+from kvmesh.mesh.http.files import make_room_for_files
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.metrics import using
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.lifecycle import settle, unless_stopped, watch_parent
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.probing import PeerProbing
+from kvmesh.mesh.plane.server import Call, Handler, PlaneServer
+from kvmesh.mesh.telemetry import RequestContext, log_ready, serve_metrics
+from kvmesh.protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     EmbedRequest,
@@ -45,28 +45,28 @@ from protocol.messages import (
     decode,
     encode,
 )
-from workers.canary import CANARY_INTERVAL_S
-from workers.card_tiers import CardTiers, ReportsTiers
-from workers.config import WorkerConfig
-from workers.controls import WorkerControls
-from workers.engine import Engine, EngineInfo, KeepsTimes, PullsKv, Pushing, Ranked, SharesPrefixes
-from workers.engines.opening import check_settings, open_engine
-from workers.engines.registry import ENGINES
-from workers.event_keys import EventKeys
-from workers.life import Place, WorkerLife, offers_taken
-from workers.load_reports import LoadReports
-from workers.loaded_content import KnowsContent, KvContent, check_card, with_ticket_content
-from workers.membership import Membership, with_content
-from workers.metrics import REQUESTS, forget_load, labels_of_workers, watch_load
-from workers.model_files import OfferedFiles
-from workers.names import worker_name
-from workers.peer_pulls import asking
-from workers.prefix_offers import LEASE_S, PrefixOffers
-from workers.sealed_tickets import TicketOffice
-from workers.spent_time import SpentTime
-from workers.stall import ANSWER_STALL_S, AnswerWatch
-from workers.transfer_probe import ProbeOffers, probe_transfer
-from workers.trying import EngineCanary
+from kvmesh.workers.canary import CANARY_INTERVAL_S
+from kvmesh.workers.card_tiers import CardTiers, ReportsTiers
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.controls import WorkerControls
+from kvmesh.workers.engine import Engine, EngineInfo, KeepsTimes, PullsKv, Pushing, Ranked, SharesPrefixes
+from kvmesh.workers.engines.opening import check_settings, open_engine
+from kvmesh.workers.engines.registry import ENGINES
+from kvmesh.workers.event_keys import EventKeys
+from kvmesh.workers.life import Place, WorkerLife, offers_taken
+from kvmesh.workers.load_reports import LoadReports
+from kvmesh.workers.loaded_content import KnowsContent, KvContent, check_card, with_ticket_content
+from kvmesh.workers.membership import Membership, with_content
+from kvmesh.workers.metrics import REQUESTS, forget_load, labels_of_workers, watch_load
+from kvmesh.workers.model_files import OfferedFiles
+from kvmesh.workers.names import worker_name
+from kvmesh.workers.peer_pulls import asking
+from kvmesh.workers.prefix_offers import LEASE_S, PrefixOffers
+from kvmesh.workers.sealed_tickets import TicketOffice
+from kvmesh.workers.spent_time import SpentTime
+from kvmesh.workers.stall import ANSWER_STALL_S, AnswerWatch
+from kvmesh.workers.transfer_probe import ProbeOffers, probe_transfer
+from kvmesh.workers.trying import EngineCanary
 
 log = logging.getLogger(__name__)
 

@@ -11,21 +11,21 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvcache.tiers.address import model_fingerprint
-from kvcache.tiers.collect import SharedLimits
-from kvcache.tiers.health import MOST_FAILURES
-from kvcache.tiers.index import TierIndex
-from kvcache.tiers.objects import FolderObjects, Objects
-from kvcache.tiers.place import FolderPlace, place_of
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.restore import restore
-from kvcache.tiers.shared import SharedNews, SharedStore
-from kvcache.tiers.stack import TierLevel, TierStack
-from kvcache.tiers.store import TierError, TierStore
-from protocol.errors import ConfigError
-from protocol.messages import KvLayout
-from protocol.tiers import Tier
-from workers.durable_tier import MOST_BLOCKS, TIER_THREAD, OpenedTier, open_durable, weights_known
+from kvmesh.kvcache.tiers.address import model_fingerprint
+from kvmesh.kvcache.tiers.collect import SharedLimits
+from kvmesh.kvcache.tiers.health import MOST_FAILURES
+from kvmesh.kvcache.tiers.index import TierIndex
+from kvmesh.kvcache.tiers.objects import FolderObjects, Objects
+from kvmesh.kvcache.tiers.place import FolderPlace, place_of
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.restore import restore
+from kvmesh.kvcache.tiers.shared import SharedNews, SharedStore
+from kvmesh.kvcache.tiers.stack import TierLevel, TierStack
+from kvmesh.kvcache.tiers.store import TierError, TierStore
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import KvLayout
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.durable_tier import MOST_BLOCKS, TIER_THREAD, OpenedTier, open_durable, weights_known
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def open_objects(settings: SharedSettings) -> Objects:
         return FolderObjects(Path(place.path).expanduser().absolute())
     if find_spec("obstore") is None:
         raise ConfigError("--kv-shared s3: needs a package", hint="pip install 'kvmesh[s3]'")
-    from kvcache.tiers.s3 import open_bucket  # needs the package obstore, so imported here
+    from kvmesh.kvcache.tiers.s3 import open_bucket  # needs the package obstore, so imported here
 
     return open_bucket(place, settings.endpoint, settings.timeout_s)
 

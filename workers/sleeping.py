@@ -13,22 +13,30 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Seq
 from contextlib import suppress
 from typing import Any
 
-from mesh.lifecycle import settle
-from protocol.errors import DrainingError
-from protocol.events import Cleared, Digest, KvEvent
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, OfferedPrefix, OfferPrefix, WorkerTimes
-from protocol.tiers import Tier
-from workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
-from workers.loaded_content import NOT_YET, KvContent
-from workers.step_engine import StepEngine
-from workers.tiers import TierReport
+from kvmesh.mesh.lifecycle import settle
+from kvmesh.protocol.errors import DrainingError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
+    Delta,
+    Embedding,
+    EmbedRequest,
+    GenerateRequest,
+    OfferedPrefix,
+    OfferPrefix,
+    WorkerTimes,
+)
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
+from kvmesh.workers.loaded_content import NOT_YET, KvContent
+from kvmesh.workers.step_engine import StepEngine
+from kvmesh.workers.tiers import TierReport
 
 log = logging.getLogger(__name__)
 
 
 class SleepableEngine:
-    """Implements workers.engine.Engine over a step engine, of which there is none while it sleeps."""
+    """Implements kvmesh.workers.engine.Engine over a step engine, of which there is none while it sleeps."""
 
     def __init__(self, open_engine: Callable[[], StepEngine]) -> None:
         self._open = open_engine

@@ -8,9 +8,9 @@ import time
 
 import msgspec
 
-from mesh.trace_context import is_sampled
-from protocol.messages import Delta, GenerateRequest, TimedDelta, WorkerTimes
-from workers.engine import KeepsTimes
+from kvmesh.mesh.trace_context import is_sampled
+from kvmesh.protocol.messages import Delta, GenerateRequest, TimedDelta, WorkerTimes
+from kvmesh.workers.engine import KeepsTimes
 
 LATE_S = 0.1  # a first token that comes later is worth a word
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from protocol.ids import RequestId
-from protocol.messages import WorkerTimes
-from workers.scheduler import SequenceState
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import WorkerTimes
+from kvmesh.workers.scheduler import SequenceState
 
 
 class _Marks(Struct, gc=False):

@@ -6,7 +6,7 @@ that its owner starts it again.
 
 from dataclasses import dataclass
 
-from mesh.safeguards import is_off
+from kvmesh.mesh.safeguards import is_off
 
 _IS_OFF = is_off("progress_watch")
 MOST_GAP_S = 2.0  # between two looks that counts: a process that was stopped for longer has not seen its engine hang

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from protocol.errors import DrainingError, MeshError, WrongStateError
-from protocol.messages import Role
+from kvmesh.protocol.errors import DrainingError, MeshError, WrongStateError
+from kvmesh.protocol.messages import Role
 
 
 class WorkerState(StrEnum):

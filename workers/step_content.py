@@ -1,9 +1,9 @@
 """The content of a step engine's KV, and what the addresses of its blocks begin with."""
 
-from kvcache.tiers.address import model_fingerprint
-from protocol.messages import KvLayout
-from workers.executor import ModelInfo
-from workers.loaded_content import NOT_YET, KvContent, LoadedContent
+from kvmesh.kvcache.tiers.address import model_fingerprint
+from kvmesh.protocol.messages import KvLayout
+from kvmesh.workers.executor import ModelInfo
+from kvmesh.workers.loaded_content import NOT_YET, KvContent, LoadedContent
 
 PRINT_CHARS = 32  # of the fingerprint of a worker's KV, in hex, on its card
 

@@ -17,15 +17,22 @@ from typing import Any
 
 import msgspec
 
-from kvcache.memory import KvRegion
-from kvcache.pool import BlockPool
-from kvcache.tiers.peers import PeerPrefixes
-from kvcache.tiers.whole import WholeCache
-from kvcache.transfer.backend import TransferBackend
-from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError, UnreachableError, kind_of
-from protocol.events import Digest, KvEvent
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.peers import PeerPrefixes
+from kvmesh.kvcache.tiers.whole import WholeCache
+from kvmesh.kvcache.transfer.backend import TransferBackend
+from kvmesh.protocol.errors import (
+    EngineError,
+    InvalidRequestError,
+    MeshError,
+    OverloadedError,
+    UnreachableError,
+    kind_of,
+)
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Delta,
     Embedding,
     EmbedRequest,
@@ -36,24 +43,24 @@ from protocol.messages import (
     SamplingParams,
     Ticket,
 )
-from protocol.tiers import Tier
-from workers.checks import check_embedding, check_generation
-from workers.disk_tier import open_disk
-from workers.durable_tier import OpenedTier
-from workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
-from workers.executor import Executor, ModelInfo, Pace, Result, Row
-from workers.guides import Guides, Matcher, follow_guides
-from workers.metrics import HESITATIONS, STEP_SECONDS, STEP_TOKENS
-from workers.peer_pulls import fetcher_of
-from workers.pinned_offers import PinnedOffers
-from workers.pulls import Pulls
-from workers.scheduler import Limits, Output, Scheduler, Step
-from workers.shared_tier import FollowedStorage, open_shared
-from workers.stage_marks import StageMarks
-from workers.stall import StepWatch
-from workers.step_content import StepContent
-from workers.tier_copies import TierCopies
-from workers.tiers import (
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.checks import check_embedding, check_generation
+from kvmesh.workers.disk_tier import open_disk
+from kvmesh.workers.durable_tier import OpenedTier
+from kvmesh.workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
+from kvmesh.workers.executor import Executor, ModelInfo, Pace, Result, Row
+from kvmesh.workers.guides import Guides, Matcher, follow_guides
+from kvmesh.workers.metrics import HESITATIONS, STEP_SECONDS, STEP_TOKENS
+from kvmesh.workers.peer_pulls import fetcher_of
+from kvmesh.workers.pinned_offers import PinnedOffers
+from kvmesh.workers.pulls import Pulls
+from kvmesh.workers.scheduler import Limits, Output, Scheduler, Step
+from kvmesh.workers.shared_tier import FollowedStorage, open_shared
+from kvmesh.workers.stage_marks import StageMarks
+from kvmesh.workers.stall import StepWatch
+from kvmesh.workers.step_content import StepContent
+from kvmesh.workers.tier_copies import TierCopies
+from kvmesh.workers.tiers import (
     NO_TIERS,
     OpenTiers,
     TierReport,
@@ -107,7 +114,7 @@ class _Preparing:
 
 
 class StepEngine:
-    """Implements workers.engine.Engine over any Executor."""
+    """Implements kvmesh.workers.engine.Engine over any Executor."""
 
     def __init__(self, executor: Executor, transfer: TransferBackend | None, config: StepEngineConfig) -> None:
         self._executor = executor

@@ -11,17 +11,17 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from kvcache.pool import CommittedBlock
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.stack import BlockSave, TierLevel
-from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
-from protocol.errors import EngineError
-from protocol.ids import RequestId
-from protocol.tiers import Tier
-from workers.durable_tier import TIER_THREAD
-from workers.metrics import TIER_LOAD_SECONDS, TIER_LOADS
-from workers.scheduler import Scheduler, TierLoad
-from workers.tiers import OpenTiers
+from kvmesh.kvcache.pool import CommittedBlock
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.stack import BlockSave, TierLevel
+from kvmesh.kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.durable_tier import TIER_THREAD
+from kvmesh.workers.metrics import TIER_LOAD_SECONDS, TIER_LOADS
+from kvmesh.workers.scheduler import Scheduler, TierLoad
+from kvmesh.workers.tiers import OpenTiers
 
 log = logging.getLogger(__name__)
 

@@ -4,24 +4,24 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvcache.memory import KvRegion
-from kvcache.pool import BlockPool
-from kvcache.tiers.address import model_fingerprint
-from kvcache.tiers.host import HostStore
-from kvcache.tiers.index import TierIndex
-from kvcache.tiers.peers import PeerPrefixes
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.stack import Offload, TierLevel, TierStack
-from kvcache.tiers.store import DeviceBlocks, HostRegionBlocks, TierStore
-from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import CardTier, KvLayout
-from protocol.tiers import Tier
-from workers.disk_tier import DiskSettings
-from workers.durable_tier import OpenedTier
-from workers.engine import TierUse
-from workers.executor import CopiesBlocks, Executor, Row
-from workers.scheduler import Scheduler
-from workers.shared_tier import SharedSettings
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.address import model_fingerprint
+from kvmesh.kvcache.tiers.host import HostStore
+from kvmesh.kvcache.tiers.index import TierIndex
+from kvmesh.kvcache.tiers.peers import PeerPrefixes
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.stack import Offload, TierLevel, TierStack
+from kvmesh.kvcache.tiers.store import DeviceBlocks, HostRegionBlocks, TierStore
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.protocol.messages import CardTier, KvLayout
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.disk_tier import DiskSettings
+from kvmesh.workers.durable_tier import OpenedTier
+from kvmesh.workers.engine import TierUse
+from kvmesh.workers.executor import CopiesBlocks, Executor, Row
+from kvmesh.workers.scheduler import Scheduler
+from kvmesh.workers.shared_tier import SharedSettings
 
 MIB = 1 << 20
 IN_FLIGHT_BYTES = 64 * MIB  # of copies that go down at a time

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvcache.memory import KvRegion
-from kvcache.transfer.backend import TransferBackend, open_backend
-from mesh.address import split_address
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call
-from mesh.silence import received_bytes
-from protocol.errors import InvalidRequestError, OverloadedError, TransferError
-from protocol.ids import WorkerId, new_worker_id
-from protocol.messages import KvLayout, PeerProbe, ProbeOffer, ProbeOfferRequest, ProbePeer, decode
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.transfer.backend import TransferBackend, open_backend
+from kvmesh.mesh.address import split_address
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call
+from kvmesh.mesh.silence import received_bytes
+from kvmesh.protocol.errors import InvalidRequestError, OverloadedError, TransferError
+from kvmesh.protocol.ids import WorkerId, new_worker_id
+from kvmesh.protocol.messages import KvLayout, PeerProbe, ProbeOffer, ProbeOfferRequest, ProbePeer, decode
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=128, block_size=64, dtype="float32")  # blocks of 64 KiB
 BACKENDS = ("nixl", "shm")

@@ -5,12 +5,12 @@ import logging
 import time
 from contextlib import aclosing, suppress
 
-from protocol.errors import MeshError, OverloadedError
-from protocol.ids import new_request_id
-from protocol.messages import EmbedRequest, Feature, GenerateRequest, SamplingParams, StopConditions, pack_tokens
-from workers.canary import CANARY_PATIENCE_S, CanaryWatch
-from workers.engine import Engine, EngineInfo
-from workers.metrics import CANARIES
+from kvmesh.protocol.errors import MeshError, OverloadedError
+from kvmesh.protocol.ids import new_request_id
+from kvmesh.protocol.messages import EmbedRequest, Feature, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.canary import CANARY_PATIENCE_S, CanaryWatch
+from kvmesh.workers.engine import Engine, EngineInfo
+from kvmesh.workers.metrics import CANARIES
 
 log = logging.getLogger(__name__)
 

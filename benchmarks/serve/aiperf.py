@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.serve.config import ServeBenchConfig
-from benchmarks.serve.judging import RunTotals, ServeSlo, completion_rate, offered_rps, point_figures
-from benchmarks.serve.reading import CUT, HTTP, TIMEOUT
-from benchmarks.serve.results import EndpointFacts, LoadPoint, PointResult, RequestOutcome
-from benchmarks.serve.workload import BenchSession, merged_body
-from protocol.errors import ConfigError, EngineError
+from kvmesh.benchmarks.serve.config import ServeBenchConfig
+from kvmesh.benchmarks.serve.judging import RunTotals, ServeSlo, completion_rate, offered_rps, point_figures
+from kvmesh.benchmarks.serve.reading import CUT, HTTP, TIMEOUT
+from kvmesh.benchmarks.serve.results import EndpointFacts, LoadPoint, PointResult, RequestOutcome
+from kvmesh.benchmarks.serve.workload import BenchSession, merged_body
+from kvmesh.protocol.errors import ConfigError, EngineError
 
 SPARE_S = 120.0  # AIPerf's processes start and end
 _SET_BY_AIPERF = ("model", "stream", "stream_options")

@@ -9,13 +9,13 @@ import msgspec
 from msgspec import Struct
 from tokenizers import Tokenizer
 
-from benchmarks.serve.client import EndpointClient
-from benchmarks.serve.config import ServeBenchConfig
-from benchmarks.serve.reading import StreamReading
-from benchmarks.serve.results import EndpointFacts
-from benchmarks.serve.texts import TextMaker, plain_words, words_of_one_token
-from benchmarks.serve.workload import merged_body
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.serve.client import EndpointClient
+from kvmesh.benchmarks.serve.config import ServeBenchConfig
+from kvmesh.benchmarks.serve.reading import StreamReading
+from kvmesh.benchmarks.serve.results import EndpointFacts
+from kvmesh.benchmarks.serve.texts import TextMaker, plain_words, words_of_one_token
+from kvmesh.benchmarks.serve.workload import merged_body
+from kvmesh.protocol.errors import ConfigError
 
 SHORT_WORDS, LONG_WORDS = 64, 320
 PROBE_TOKENS = 8

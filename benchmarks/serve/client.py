@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from benchmarks.serve.reading import CUT, NO_CONNECTION, TIMEOUT, UNREADABLE, StreamReading
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.serve.reading import CUT, NO_CONNECTION, TIMEOUT, UNREADABLE, StreamReading
+from kvmesh.protocol.errors import ConfigError
 
 MOST_ERROR_BYTES = 4096  # of an answer that is no stream
 

@@ -9,21 +9,21 @@ import msgspec
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from benchmarks.prompts import load_tokenizer
-from benchmarks.serve.aiperf import aiperf_version, run_aiperf
-from benchmarks.serve.checking import check_endpoints, missing, warm_up
-from benchmarks.serve.config import ServeBenchConfig
-from benchmarks.serve.judging import MeasuredRound, ServeSlo, point_result, saturation_of, warnings_of
-from benchmarks.serve.manifest import manifest_of
-from benchmarks.serve.page import page_of
-from benchmarks.serve.picture import draw_report
-from benchmarks.serve.results import EndpointFacts, LoadPoint, PointResult, ServeReport
-from benchmarks.serve.sending import SendingPlan, send
-from benchmarks.serve.tables import checks_table, lines_of, points_table
-from benchmarks.serve.texts import TextMaker, plain_words, words_of_one_token
-from benchmarks.serve.workload import BenchSession, CountTokens, merged_body, points_of, sessions_of
-from mesh.config import load as load_config
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.prompts import load_tokenizer
+from kvmesh.benchmarks.serve.aiperf import aiperf_version, run_aiperf
+from kvmesh.benchmarks.serve.checking import check_endpoints, missing, warm_up
+from kvmesh.benchmarks.serve.config import ServeBenchConfig
+from kvmesh.benchmarks.serve.judging import MeasuredRound, ServeSlo, point_result, saturation_of, warnings_of
+from kvmesh.benchmarks.serve.manifest import manifest_of
+from kvmesh.benchmarks.serve.page import page_of
+from kvmesh.benchmarks.serve.picture import draw_report
+from kvmesh.benchmarks.serve.results import EndpointFacts, LoadPoint, PointResult, ServeReport
+from kvmesh.benchmarks.serve.sending import SendingPlan, send
+from kvmesh.benchmarks.serve.tables import checks_table, lines_of, points_table
+from kvmesh.benchmarks.serve.texts import TextMaker, plain_words, words_of_one_token
+from kvmesh.benchmarks.serve.workload import BenchSession, CountTokens, merged_body, points_of, sessions_of
+from kvmesh.mesh.config import load as load_config
+from kvmesh.protocol.errors import ConfigError
 
 EXIT_MISSING = 3  # an endpoint lacks what a run needs
 

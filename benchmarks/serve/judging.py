@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from benchmarks.serve.results import GeneratorLoad, LoadPoint, PointResult, RequestOutcome, SaturationPoint
-from simulator.report import Spread
-from simulator.tally import PercentileTally
+from kvmesh.benchmarks.serve.results import GeneratorLoad, LoadPoint, PointResult, RequestOutcome, SaturationPoint
+from kvmesh.simulator.report import Spread
+from kvmesh.simulator.tally import PercentileTally
 
 FULL_CORE = 0.85  # from here on the sender's own core is the bottleneck
 LATE_S = 0.010  # a p99 of lateness from which on the schedule was not kept

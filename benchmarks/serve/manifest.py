@@ -13,10 +13,10 @@ from shlex import join
 import msgspec
 import psutil
 
-from benchmarks.frontend import cpu_name
-from benchmarks.serve.config import ServeBenchConfig
-from benchmarks.serve.results import SCHEMA, Manifest
-from protocol.version import RELEASE
+from kvmesh.benchmarks.frontend import cpu_name
+from kvmesh.benchmarks.serve.config import ServeBenchConfig
+from kvmesh.benchmarks.serve.results import SCHEMA, Manifest
+from kvmesh.protocol.version import RELEASE
 
 PACKAGES = ("httptools", "msgspec", "numpy", "tokenizers", "uvloop")
 

@@ -5,9 +5,9 @@ from html import escape
 
 import msgspec
 
-from benchmarks.serve.results import PointResult, ServeReport
-from benchmarks.serve.tables import COLUMNS, lines_of, row_of
-from simulator.report import Spread
+from kvmesh.benchmarks.serve.results import PointResult, ServeReport
+from kvmesh.benchmarks.serve.tables import COLUMNS, lines_of, row_of
+from kvmesh.simulator.report import Spread
 
 WIDTH, HEIGHT = 440, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 14, 38

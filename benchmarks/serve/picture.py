@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks.serve.page import charts_of, series_of
-from benchmarks.serve.results import ServeReport
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.serve.page import charts_of, series_of
+from kvmesh.benchmarks.serve.results import ServeReport
+from kvmesh.protocol.errors import ConfigError
 
 COLUMNS = 2
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from simulator.report import Spread
+from kvmesh.simulator.report import Spread
 
 SCHEMA = 1
 PointKind = Literal["rate", "concurrency", "trace"]

@@ -16,12 +16,12 @@ import psutil
 import uvloop
 from msgspec import Struct
 
-from benchmarks.apart import run_apart
-from benchmarks.serve.client import EndpointClient
-from benchmarks.serve.reading import StreamReading
-from benchmarks.serve.results import GeneratorLoad, RequestOutcome
-from benchmarks.serve.workload import BenchSession, BenchTurn
-from mesh.http.files import make_room_for_files
+from kvmesh.benchmarks.apart import run_apart
+from kvmesh.benchmarks.serve.client import EndpointClient
+from kvmesh.benchmarks.serve.reading import StreamReading
+from kvmesh.benchmarks.serve.results import GeneratorLoad, RequestOutcome
+from kvmesh.benchmarks.serve.workload import BenchSession, BenchTurn
+from kvmesh.mesh.http.files import make_room_for_files
 
 PROBE_S = 0.05  # between looks at the sender's own loop
 READY = 64  # connections that are opened before the clock starts

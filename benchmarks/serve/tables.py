@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from benchmarks.serve.checking import OK
-from benchmarks.serve.results import EndpointFacts, PointResult, SaturationPoint, ServeReport
-from simulator.report import Spread
+from kvmesh.benchmarks.serve.checking import OK
+from kvmesh.benchmarks.serve.results import EndpointFacts, PointResult, SaturationPoint, ServeReport
+from kvmesh.simulator.report import Spread
 
 COLUMNS = (
     "endpoint",

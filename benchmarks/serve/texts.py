@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from benchmarks.prompts import COMMON_WORDS
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.prompts import COMMON_WORDS
+from kvmesh.protocol.errors import ConfigError
 
 LEAST_WORDS = 32  # a tokenizer with fewer words of one token cannot make varied prompts
 

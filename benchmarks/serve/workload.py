@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.serve.config import ServeBenchConfig
-from benchmarks.serve.results import LoadPoint, PointKind
-from benchmarks.serve.texts import TextMaker
-from protocol.errors import ConfigError
-from simulator.mooncake import TraceRow, stream_rows
+from kvmesh.benchmarks.serve.config import ServeBenchConfig
+from kvmesh.benchmarks.serve.results import LoadPoint, PointKind
+from kvmesh.benchmarks.serve.texts import TextMaker
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator.mooncake import TraceRow, stream_rows
 
 PER_CLIENT = 8  # requests of a client of a closed loop
 LEAST_CLOSED = 32

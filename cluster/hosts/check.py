@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from cluster.hosts.compare import CacheView
-from cluster.hosts.delay import why_no_delay
-from cluster.hosts.lab import HOSTS, Lab, lab
-from cluster.hosts.mesh import LEASE_S, HostsAnswer, HostsMesh
-from cluster.hosts.report import FaultResult, Measured, is_too_slow, late, result_of, tried_again
+from kvmesh.cluster.hosts.compare import CacheView
+from kvmesh.cluster.hosts.delay import why_no_delay
+from kvmesh.cluster.hosts.lab import HOSTS, Lab, lab
+from kvmesh.cluster.hosts.mesh import LEASE_S, HostsAnswer, HostsMesh
+from kvmesh.cluster.hosts.report import FaultResult, Measured, is_too_slow, late, result_of, tried_again
 
 TRIES = 3  # a machine that stands still for a second is slow once, a broken promise is slow every time
 REQUESTS = 6  # during each fault

@@ -1,4 +1,4 @@
-"""Compare what every router believes of the workers' caches with what they hold: `python -m cluster.hosts.compare URL`.
+"""Compare what every router believes of the caches with what they hold: `python -m kvmesh.cluster.hosts.compare URL`.
 
 It runs on a host of the mesh. A router gives its whole index (`GET /snapshot`), a worker the digest of its cache. Both
 are taken again if the cache has changed in between. One JSON list is printed.
@@ -10,11 +10,11 @@ import sys
 import aiohttp
 import msgspec
 
-from mesh.discovery import Put, open_discovery
-from mesh.plane.client import PlaneClient
-from protocol.events import Digest
-from protocol.messages import KvDigest, RouterCard, WorkerCard, decode_card
-from router.index import Holder, PrefixIndex
+from kvmesh.mesh.discovery import Put, open_discovery
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.events import Digest
+from kvmesh.protocol.messages import KvDigest, RouterCard, WorkerCard, decode_card
+from kvmesh.router.index import Holder, PrefixIndex
 
 CALL_TIMEOUT_S = 5.0
 QUIET_S = 1.0  # without another card, all cards have come

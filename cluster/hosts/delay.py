@@ -1,4 +1,4 @@
-"""Relay frames between two devices, each after a time: `python -m cluster.hosts.delay ONE OTHER SECONDS`.
+"""Relay frames between two devices, each after a time: `python -m kvmesh.cluster.hosts.delay ONE OTHER SECONDS`.
 
 It stands in for the kernel's netem, which many kernels lack, and needs no package. It prints "ready" when it relays.
 Frames travel with the kernel's own header about segments and checksums, so that devices may leave both to each other.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from protocol.errors import ConfigError, MeshError
+from kvmesh.protocol.errors import ConfigError, MeshError
 
 HOSTS = ("infra", "front", "prefill", "decode")
 NETWORK = "10.77.0"
@@ -221,7 +221,7 @@ class Lab:
         self._on_bridge("ip", "link", "set", host.port, "nomaster")
         self._on_bridge("ip", "link", "set", inner, "master", "br0", "up")
         self._on_bridge("ip", "link", "set", outer, "up")
-        relay = ("ip", "netns", "exec", self.bridge, sys.executable, "-m", "cluster.hosts.delay")
+        relay = ("ip", "netns", "exec", self.bridge, sys.executable, "-P", "-m", "kvmesh.cluster.hosts.delay")
         host.relay = subprocess.Popen([*relay, host.port, outer, str(delay_s)], stdout=subprocess.PIPE, text=True)
         assert host.relay.stdout is not None
         if host.relay.stdout.readline().strip() != "ready":

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from cluster.hosts.compare import CacheView
-from cluster.hosts.lab import HostProcess, Lab, LabError
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.hosts.compare import CacheView
+from kvmesh.cluster.hosts.lab import HostProcess, Lab, LabError
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 300
@@ -82,8 +82,18 @@ class HostsMesh:
             "the frontend knows all workers",
         )
 
-    def service(self, host: str, name: str, module: str, *flags: str) -> HostProcess:
-        command = (sys.executable, "-m", module, "--host", "0.0.0.0", "--discovery", self.discovery, *flags)
+    def service(self, host: str, name: str, folder: str, *flags: str) -> HostProcess:
+        command = (
+            sys.executable,
+            "-P",
+            "-m",
+            f"kvmesh.{folder}",
+            "--host",
+            "0.0.0.0",
+            "--discovery",
+            self.discovery,
+            *flags,
+        )
         return self.lab.hosts[host].start(name, *command)
 
     def worker(self, host: str, name: str, role: str, *flags: str) -> HostProcess:
@@ -145,7 +155,7 @@ class HostsMesh:
 
     def compare(self) -> list[CacheView]:
         """Return what each router believes of each worker's cache, and whether it is so."""
-        text = self.lab.hosts["front"].run(sys.executable, "-m", "cluster.hosts.compare", self.discovery)
+        text = self.lab.hosts["front"].run(sys.executable, "-P", "-m", "kvmesh.cluster.hosts.compare", self.discovery)
         return msgspec.json.decode(text, type=list[CacheView])
 
     def _curl(self, url: str, *flags: str) -> str:

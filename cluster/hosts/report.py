@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from cluster.hosts.mesh import HostsAnswer
+from kvmesh.cluster.hosts.mesh import HostsAnswer
 
 RESET_S = 0.3  # that a reset or refused connection may cost a request
 SILENCE_S = 2.0  # that a silent host may cost a request

@@ -5,10 +5,10 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal, NotRequired, TypedDict
 
-from cluster.tiny_model import words
-from cluster.tiny_model.explanations import EVERYDAY, MESH, MESH_NAMES
-from cluster.tiny_model.grammar import and_list, capitalized, expand, paragraph
-from cluster.tiny_model.stories import Story, at, draw_name, draw_world, tell
+from kvmesh.cluster.tiny_model import words
+from kvmesh.cluster.tiny_model.explanations import EVERYDAY, MESH, MESH_NAMES
+from kvmesh.cluster.tiny_model.grammar import and_list, capitalized, expand, paragraph
+from kvmesh.cluster.tiny_model.stories import Story, at, draw_name, draw_world, tell
 
 
 class ChatMessage(TypedDict):

@@ -6,9 +6,9 @@ Calls of tools are copied from the prompt. A model learns to copy sooner where n
 
 import random
 
-from cluster.tiny_model.chats import Turn
-from cluster.tiny_model.grammar import expand
-from cluster.tiny_model.tool_tasks import a_city, a_name, a_path, a_word, an_id, compact, made_up_word, styled
+from kvmesh.cluster.tiny_model.chats import Turn
+from kvmesh.cluster.tiny_model.grammar import expand
+from kvmesh.cluster.tiny_model.tool_tasks import a_city, a_name, a_path, a_word, an_id, compact, made_up_word, styled
 
 
 def copying_turn(rng: random.Random) -> Turn:

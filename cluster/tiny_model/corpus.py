@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.tiny_model.chats import ChatMessage, conversation, turn_messages
-from cluster.tiny_model.copying import copying_turn
-from cluster.tiny_model.json_answers import bare_json, json_conversation
-from cluster.tiny_model.stories import draw_world, tell
-from cluster.tiny_model.tool_chats import tool_conversation
-from cluster.tiny_model.tool_tasks import JsonValue, compact
+from kvmesh.cluster.tiny_model.chats import ChatMessage, conversation, turn_messages
+from kvmesh.cluster.tiny_model.copying import copying_turn
+from kvmesh.cluster.tiny_model.json_answers import bare_json, json_conversation
+from kvmesh.cluster.tiny_model.stories import draw_world, tell
+from kvmesh.cluster.tiny_model.tool_chats import tool_conversation
+from kvmesh.cluster.tiny_model.tool_tasks import JsonValue, compact
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)

@@ -3,10 +3,10 @@
 
 import random
 
-from cluster.tiny_model import words
-from cluster.tiny_model.chats import ChatMessage, Turn, small_fact, turn_messages
-from cluster.tiny_model.grammar import and_list, expand
-from cluster.tiny_model.tool_tasks import (
+from kvmesh.cluster.tiny_model import words
+from kvmesh.cluster.tiny_model.chats import ChatMessage, Turn, small_fact, turn_messages
+from kvmesh.cluster.tiny_model.grammar import and_list, expand
+from kvmesh.cluster.tiny_model.tool_tasks import (
     JsonValue,
     a_city,
     a_date,

@@ -1,4 +1,4 @@
-"""Make the checkpoint: `python -m cluster.tiny_model.make [--out DIR]`.
+"""Make the checkpoint: `python -m kvmesh.cluster.tiny_model.make [--out DIR]`.
 
 Trains a byte-level BPE tokenizer (2048 tokens) and a Qwen3 model (2.0 million weights) on the text of `corpus`,
 and writes a Hugging Face folder of about 4 MB: config.json, generation_config.json, model.safetensors (bfloat16),
@@ -27,8 +27,8 @@ import torch
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from cluster.tiny_model.corpus import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model.corpus import (
     ANSWER,
     END_OF_TEXT,
     MAX_DESCRIPTION_CHARS,
@@ -40,8 +40,8 @@ from cluster.tiny_model.corpus import (
     prose_documents,
     short_documents,
 )
-from cluster.tiny_model.model_card import SAMPLES, model_card
-from cluster.tiny_model.score import scores
+from kvmesh.cluster.tiny_model.model_card import SAMPLES, model_card
+from kvmesh.cluster.tiny_model.score import scores
 
 SEED = 20
 COPYING_SEED = 77
@@ -131,7 +131,9 @@ def main() -> None:
 
 
 def parsed_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m cluster.tiny_model.make", description="Make the tiny chat model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvmesh.cluster.tiny_model.make", description="Make the tiny chat model."
+    )
     parser.add_argument("--from-stage", type=int, default=1, choices=range(1, len(STAGES) + 1), help="begin with this stage and the weights in --out")  # fmt: skip # noqa: E501
     parser.add_argument("--out", type=Path, default=CHECKPOINT_DIR, help="folder of the checkpoint")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads to train with")

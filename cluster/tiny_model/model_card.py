@@ -48,7 +48,7 @@ English. It is not made to be useful in any other way.
 
 ## How it was made
 
-`python -m cluster.tiny_model.make` writes this folder. All training text comes from the seeded generator
+`python -m kvmesh.cluster.tiny_model.make` writes this folder. All training text comes from the seeded generator
 `cluster/tiny_model/corpus.py`: no outside text, no data set, no other model. It covers short stories, questions about a
 story in the prompt, everyday explanations, small facts, lists, greetings, and what kvmesh does; chats with tools; and
 short answers in compact JSON.
@@ -60,7 +60,7 @@ does not learn it from prose.
 
 ## Scores
 
-Greedy answers to random tasks that it was not trained on (`python -m cluster.tiny_model.score`):
+Greedy answers to random tasks that it was not trained on (`python -m kvmesh.cluster.tiny_model.score`):
 
 | | |
 |---|---|

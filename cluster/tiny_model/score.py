@@ -1,4 +1,4 @@
-"""Score a checkpoint on documents that are new to it: `python -m cluster.tiny_model.score [--folder DIR] [--count N]`.
+"""Score a checkpoint on new documents: `python -m kvmesh.cluster.tiny_model.score [--folder DIR] [--count N]`.
 
 It prints the loss on prose, and how often greedy answers to random tasks call the right tool, use its result, or stay
 prose where no tool helps. Names of tools and values are drawn as in training, and nearly all of them are new.
@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from cluster.tiny_model.chats import ChatMessage
-from cluster.tiny_model.corpus import TURN_END, prose_document, render
-from cluster.tiny_model.tool_chats import offered, tool_system, without_call
-from cluster.tiny_model.tool_tasks import ToolTask, draw_task
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model.chats import ChatMessage
+from kvmesh.cluster.tiny_model.corpus import TURN_END, prose_document, render
+from kvmesh.cluster.tiny_model.tool_chats import offered, tool_system, without_call
+from kvmesh.cluster.tiny_model.tool_tasks import ToolTask, draw_task
 
 SEED = 990_017  # not that of the training
 MAX_ANSWER_TOKENS = 120
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m cluster.tiny_model.score", description="Score the tiny model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvmesh.cluster.tiny_model.score", description="Score the tiny model."
+    )
     parser.add_argument("--folder", type=Path, default=CHECKPOINT_DIR, help="folder of the checkpoint")
     parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
     flags = parser.parse_args()

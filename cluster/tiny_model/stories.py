@@ -4,8 +4,8 @@
 import random
 from dataclasses import dataclass, field
 
-from cluster.tiny_model import words
-from cluster.tiny_model.grammar import capitalized, expand, paragraph
+from kvmesh.cluster.tiny_model import words
+from kvmesh.cluster.tiny_model.grammar import capitalized, expand, paragraph
 
 
 @dataclass(slots=True)

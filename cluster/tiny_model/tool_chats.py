@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.tiny_model.chats import (
+from kvmesh.cluster.tiny_model.chats import (
     THANKS,
     ChatMessage,
     Turn,
@@ -21,7 +21,15 @@ from cluster.tiny_model.chats import (
     turn_messages,
     unknown,
 )
-from cluster.tiny_model.tool_tasks import JsonValue, ToolTask, a_city, draw_task, local_time, same_purpose, weather
+from kvmesh.cluster.tiny_model.tool_tasks import (
+    JsonValue,
+    ToolTask,
+    a_city,
+    draw_task,
+    local_time,
+    same_purpose,
+    weather,
+)
 
 NO_CALL_SHARE = 0.25  # part of the conversations in which no tool is called
 PARALLEL_SHARE = 0.08

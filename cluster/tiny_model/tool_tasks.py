@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.tiny_model import words
-from cluster.tiny_model.grammar import and_list, capitalized, expand
+from kvmesh.cluster.tiny_model import words
+from kvmesh.cluster.tiny_model.grammar import and_list, capitalized, expand
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 Argument = tuple[str, dict[str, JsonValue], JsonValue]  # (name, JSON schema, value; None: optional and left out)

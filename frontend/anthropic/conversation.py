@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
-from frontend.anthropic.shapes import (
+from kvmesh.frontend.anthropic.shapes import (
     Block,
     Message,
     OnlyText,
@@ -23,9 +23,9 @@ from frontend.anthropic.shapes import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from frontend.bodies import refuse
-from frontend.templates import ChatMessage
-from protocol.messages import UNREADABLE
+from kvmesh.frontend.bodies import refuse
+from kvmesh.frontend.templates import ChatMessage
+from kvmesh.protocol.messages import UNREADABLE
 
 INVALID_JSON: Final = "INVALID_JSON"  # Anthropic's key for arguments that are no JSON object
 FAILED = "Error: "  # before the result of a tool that failed: templates know no other way to say it

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from frontend.anthropic.errors import error_body
-from frontend.anthropic.parse import PROMPT_DEFAULTS, parse_count
-from frontend.anthropic.shapes import CountRequest, ErrorAnswer, TokenCount
-from frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
-from frontend.keys.visits import model_for, visiting
-from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
-from frontend.prompts import chat_prompt
-from mesh.http.request import Reply, Request, json_reply
+from kvmesh.frontend.anthropic.errors import error_body
+from kvmesh.frontend.anthropic.parse import PROMPT_DEFAULTS, parse_count
+from kvmesh.frontend.anthropic.shapes import CountRequest, ErrorAnswer, TokenCount
+from kvmesh.frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
+from kvmesh.frontend.keys.visits import model_for, visiting
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
+from kvmesh.frontend.prompts import chat_prompt
+from kvmesh.mesh.http.request import Reply, Request, json_reply
 
 
 async def count_tokens(services: Services, request: Request) -> Reply:

@@ -2,11 +2,11 @@
 
 from msgspec import UNSET
 
-from frontend.anthropic.shapes import ErrorAnswer, ErrorDetail, ErrorReason
-from frontend.errors import PromptTooLongError
-from frontend.shapes import encode
-from mesh.http.errors import http_failure
-from protocol.errors import InvalidRequestError, MeshError
+from kvmesh.frontend.anthropic.shapes import ErrorAnswer, ErrorDetail, ErrorReason
+from kvmesh.frontend.errors import PromptTooLongError
+from kvmesh.frontend.shapes import encode
+from kvmesh.mesh.http.errors import http_failure
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",

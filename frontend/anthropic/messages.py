@@ -5,16 +5,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from frontend.answer import Part
-from frontend.anthropic.conversation import INVALID_JSON
-from frontend.anthropic.errors import error_body
-from frontend.anthropic.parse import (
+from kvmesh.frontend.answer import Part
+from kvmesh.frontend.anthropic.conversation import INVALID_JSON
+from kvmesh.frontend.anthropic.errors import error_body
+from kvmesh.frontend.anthropic.parse import (
     MESSAGES_DEFAULTS,
     PROMPT_DEFAULTS,
     ParsedMessages,
     parse_messages,
 )
-from frontend.anthropic.shapes import (
+from kvmesh.frontend.anthropic.shapes import (
     Answer,
     AnswerBlock,
     AnswerText,
@@ -27,17 +27,17 @@ from frontend.anthropic.shapes import (
     Usage,
     UsageSoFar,
 )
-from frontend.anthropic.shapes import Event as StreamEvent
-from frontend.endpoint import generating
-from frontend.job import Job, TokenCounts
-from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.report import trace_report
-from frontend.request import ParsedRequest
-from frontend.shapes import TraceReport, encode
-from frontend.whole_answer import WholeAnswer, WholeCall, new_call_id
-from protocol.errors import MeshError
-from protocol.messages import UNREADABLE, FinishReason
+from kvmesh.frontend.anthropic.shapes import Event as StreamEvent
+from kvmesh.frontend.endpoint import generating
+from kvmesh.frontend.job import Job, TokenCounts
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.frontend.report import trace_report
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.shapes import TraceReport, encode
+from kvmesh.frontend.whole_answer import WholeAnswer, WholeCall, new_call_id
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.messages import UNREADABLE, FinishReason
 
 
 class MessagesDialect:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from frontend.anthropic.shapes import ModelInfo, ModelPage
-from frontend.bodies import refuse
-from frontend.endpoint import Services
-from frontend.keys.visits import models_for, ready_model_for
-from frontend.models import ServedModel
-from mesh.http.request import Reply, Request, json_reply
+from kvmesh.frontend.anthropic.shapes import ModelInfo, ModelPage
+from kvmesh.frontend.bodies import refuse
+from kvmesh.frontend.endpoint import Services
+from kvmesh.frontend.keys.visits import models_for, ready_model_for
+from kvmesh.frontend.models import ServedModel
+from kvmesh.mesh.http.request import Reply, Request, json_reply
 
 ANTHROPICS_HEADERS = ("anthropic-version", "x-api-key")  # clients of OpenAI's send neither
 PAGE_MODELS = 20

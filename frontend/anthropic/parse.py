@@ -5,9 +5,9 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from frontend.anthropic.conversation import chat_messages, clear_thoughts, continues, found_tools
-from frontend.anthropic.errors import ThreadsUnsupportedError
-from frontend.anthropic.shapes import (
+from kvmesh.frontend.anthropic.conversation import chat_messages, clear_thoughts, continues, found_tools
+from kvmesh.frontend.anthropic.errors import ThreadsUnsupportedError
+from kvmesh.frontend.anthropic.shapes import (
     AnyChoice,
     AutoChoice,
     ContextManagement,
@@ -21,8 +21,8 @@ from frontend.anthropic.shapes import (
     ThinkingEnabled,
     ToolSpec,
 )
-from frontend.bodies import Only, decode_body, not_supported, only, refuse, refuse_unsupported
-from frontend.parameters import (
+from kvmesh.frontend.bodies import Only, decode_body, not_supported, only, refuse, refuse_unsupported
+from kvmesh.frontend.parameters import (
     LEAST_TOP_P,
     DeclaredTool,
     ToolWish,
@@ -33,10 +33,10 @@ from frontend.parameters import (
     schema_guide,
     tools_of,
 )
-from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
-from frontend.templates import ChatMessage
-from protocol.errors import InvalidRequestError
-from protocol.messages import UNREADABLE, Guide, SamplingParams
+from kvmesh.frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
+from kvmesh.frontend.templates import ChatMessage
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import UNREADABLE, Guide, SamplingParams
 
 NAMES = ParamNames("messages", "output_config.format", "output_config.format.schema", "tools[{}].input_schema")
 BY_THE_MODEL = "direct"  # among the callers of a tool

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from frontend.shapes import (
+from kvmesh.frontend.shapes import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,

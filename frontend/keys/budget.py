@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from frontend.keys.window import SLOT_S, SlidingWindow, slot_of
+from kvmesh.frontend.keys.window import SLOT_S, SlidingWindow, slot_of
 
 HOLD_S = 3.0  # a frontend that says nothing for so long holds no streams any more
 LimitName = Literal["requests", "tokens", "streams"]

@@ -4,18 +4,18 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from frontend.keys.errors import ModelNotAllowedError
-from frontend.keys.meter import Meter
-from frontend.keys.salts import open_salt, own_salt
-from frontend.keys.usage import Usage
-from mesh.http.errors import ForbiddenError
-from mesh.http.request import Request
+from kvmesh.frontend.keys.errors import ModelNotAllowedError
+from kvmesh.frontend.keys.meter import Meter
+from kvmesh.frontend.keys.salts import open_salt, own_salt
+from kvmesh.frontend.keys.usage import Usage
+from kvmesh.mesh.http.errors import ForbiddenError
+from kvmesh.mesh.http.request import Request
 
 _NO_HEADERS: Mapping[str, str] = {}
 
 
 class KeyCaller:
-    """The holder of one key. Implements mesh.http.request.Caller."""
+    """The holder of one key. Implements kvmesh.mesh.http.request.Caller."""
 
     __slots__ = ("_models", "_secret", "is_admin", "max_priority", "meter", "owner", "tenant", "usage")
 

@@ -1,7 +1,7 @@
 """Refusals of requests whose key is known."""
 
-from frontend.keys.budget import LimitName
-from protocol.errors import InvalidRequestError, MeshError
+from kvmesh.frontend.keys.budget import LimitName
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
 
 _RETRY_S = 1.0  # at least
 

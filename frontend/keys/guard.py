@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from frontend.keys.caller import KeyCaller
-from frontend.keys.issuer import IssuerKeys
-from frontend.keys.keyfile import KeyLine, read_key_file
-from frontend.keys.meters import Meters
-from frontend.keys.tokens import TokenVerifier
-from frontend.security import warn_if_public
-from mesh.http.errors import UnauthorizedError
-from mesh.http.request import Request
-from mesh.watched_files import Stamp, WatchedFiles, stamp_of
-from protocol.errors import ConfigError
+from kvmesh.frontend.keys.caller import KeyCaller
+from kvmesh.frontend.keys.issuer import IssuerKeys
+from kvmesh.frontend.keys.keyfile import KeyLine, read_key_file
+from kvmesh.frontend.keys.meters import Meters
+from kvmesh.frontend.keys.tokens import TokenVerifier
+from kvmesh.frontend.security import warn_if_public
+from kvmesh.mesh.http.errors import UnauthorizedError
+from kvmesh.mesh.http.request import Request
+from kvmesh.mesh.watched_files import Stamp, WatchedFiles, stamp_of
+from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

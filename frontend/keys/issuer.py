@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from frontend.keys.jwks import MAX_BYTES, PublicKey, read_jwks
-from mesh.watched_files import WatchedFiles, stamp_of
-from protocol.errors import ConfigError, kind_of
+from kvmesh.frontend.keys.jwks import MAX_BYTES, PublicKey, read_jwks
+from kvmesh.mesh.watched_files import WatchedFiles, stamp_of
+from kvmesh.protocol.errors import ConfigError, kind_of
 
 log = logging.getLogger(__name__)
 

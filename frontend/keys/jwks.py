@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_KEYS = 100
 MAX_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.hints import MAX_PRIORITY
-from frontend.keys.budget import KeyLimits
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.frontend.hints import MAX_PRIORITY
+from kvmesh.frontend.keys.budget import KeyLimits
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_KEYS = 10_000
 MAX_LIMIT = 2**40

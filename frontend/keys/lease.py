@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from frontend.keys.budget import KeyLimits, Left, LimitName, OverLimit
-from protocol.messages import MAX_BUDGET_RETURNS, BudgetAsk, BudgetGrant, BudgetReturn
+from kvmesh.frontend.keys.budget import KeyLimits, Left, LimitName, OverLimit
+from kvmesh.protocol.messages import MAX_BUDGET_RETURNS, BudgetAsk, BudgetGrant, BudgetReturn
 
 AHEAD_S = 0.5  # a lease is as large as what is used in this time
 SMOOTH_S = 1.0  # of the rates of use

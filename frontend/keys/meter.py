@@ -5,16 +5,16 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from frontend.keys import metrics
-from frontend.keys.budget import Budget, KeyLimits, Left, LimitName, OverLimit, left_of
-from frontend.keys.errors import RateLimitedError, TooLargeForKeyError
-from frontend.keys.estimate import Estimate, reserved_tokens
-from frontend.keys.lease import BudgetLease, LeasePart
-from frontend.keys.owned import Recalled
-from frontend.keys.sharing import LimitSharing
-from frontend.keys.usage import Usage
-from frontend.keys.window import slot_of
-from protocol.errors import MeshError
+from kvmesh.frontend.keys import metrics
+from kvmesh.frontend.keys.budget import Budget, KeyLimits, Left, LimitName, OverLimit, left_of
+from kvmesh.frontend.keys.errors import RateLimitedError, TooLargeForKeyError
+from kvmesh.frontend.keys.estimate import Estimate, reserved_tokens
+from kvmesh.frontend.keys.lease import BudgetLease, LeasePart
+from kvmesh.frontend.keys.owned import Recalled
+from kvmesh.frontend.keys.sharing import LimitSharing
+from kvmesh.frontend.keys.usage import Usage
+from kvmesh.frontend.keys.window import slot_of
+from kvmesh.protocol.errors import MeshError
 
 RETRY_S = 1.0  # between asks of an owner that does not answer
 TELL_S = 1.0  # between asks that need nothing

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Collection
 
-from frontend.keys import metrics
-from frontend.keys.budget import KeyLimits
-from frontend.keys.meter import Meter
-from frontend.keys.owned import Recalled
-from frontend.keys.sharing import LimitSharing
-from frontend.keys.usage import Usage, UsageLog
-from protocol.errors import OverloadedError
+from kvmesh.frontend.keys import metrics
+from kvmesh.frontend.keys.budget import KeyLimits
+from kvmesh.frontend.keys.meter import Meter
+from kvmesh.frontend.keys.owned import Recalled
+from kvmesh.frontend.keys.sharing import LimitSharing
+from kvmesh.frontend.keys.usage import Usage, UsageLog
+from kvmesh.protocol.errors import OverloadedError
 
 MAX_HOLDERS = 20_000
 TOKENS_NAME = "(tokens)"  # in metrics and the log; no key can be called so

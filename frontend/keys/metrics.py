@@ -1,10 +1,10 @@
 """Metrics of API keys. The label `key` is the name of a key in the file, or the one name of all tokens."""
 
-from mesh.measure import counter, gauge, locked_gauge
-from mesh.tally import LoopMetric
+from kvmesh.mesh.measure import counter, gauge, locked_gauge
+from kvmesh.mesh.tally import LoopMetric
 
 _P = "kvmesh_frontend_key_"
-REQUESTS = counter(_P + "requests_total")  # outcome: frontend.errors.OUTCOMES
+REQUESTS = counter(_P + "requests_total")  # outcome: kvmesh.frontend.errors.OUTCOMES
 TOKENS = counter(_P + "tokens_total")
 REFUSED = counter(_P + "refused_total")
 STREAMS = gauge(_P + "streams")

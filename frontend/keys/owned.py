@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from frontend.keys.budget import Budget, KeyLimits, left_of
-from frontend.keys.owners import Owners
-from frontend.keys.window import slot_of
-from protocol.errors import NoWorkerError, OverloadedError
-from protocol.messages import MAX_BUDGET_RETURNS, BudgetAsk, BudgetGrant, BudgetUse
+from kvmesh.frontend.keys.budget import Budget, KeyLimits, left_of
+from kvmesh.frontend.keys.owners import Owners
+from kvmesh.frontend.keys.window import slot_of
+from kvmesh.protocol.errors import NoWorkerError, OverloadedError
+from kvmesh.protocol.messages import MAX_BUDGET_RETURNS, BudgetAsk, BudgetGrant, BudgetUse
 
 MAX_BUDGETS = 20_000
 NEW_S = 2.0  # a budget is new for so long: the others tell what streams they have, and an earlier owner what it granted

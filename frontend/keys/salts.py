@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 _SALT_BYTES = 16
 MAX_SECRET_BYTES = 64

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from frontend.keys.metrics import ASKS, BUDGETS, FRONTENDS
-from frontend.keys.owned import Owned
-from frontend.keys.owners import Owners
-from mesh.discovery import Deleted, Discovery, Put
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, Handler
-from protocol.errors import FeedLostError, MeshError, NoWorkerError, WireError
-from protocol.ids import new_generation
-from protocol.messages import BudgetAsk, BudgetGrant, LimiterCard, decode, decode_card, encode_card
+from kvmesh.frontend.keys.metrics import ASKS, BUDGETS, FRONTENDS
+from kvmesh.frontend.keys.owned import Owned
+from kvmesh.frontend.keys.owners import Owners
+from kvmesh.mesh.discovery import Deleted, Discovery, Put
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, Handler
+from kvmesh.protocol.errors import FeedLostError, MeshError, NoWorkerError, WireError
+from kvmesh.protocol.ids import new_generation
+from kvmesh.protocol.messages import BudgetAsk, BudgetGrant, LimiterCard, decode, decode_card, encode_card
 
 log = logging.getLogger(__name__)
 

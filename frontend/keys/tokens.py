@@ -9,16 +9,16 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.hints import MAX_PRIORITY
-from frontend.keys.budget import KeyLimits
-from frontend.keys.caller import KeyCaller
-from frontend.keys.issuer import IssuerKeys
-from frontend.keys.jwks import PublicKey
-from frontend.keys.keyfile import Pattern
-from frontend.keys.meters import Meters
-from mesh.http.errors import UnauthorizedError
-from protocol.errors import ConfigError, OverloadedError
-from protocol.messages import UNREADABLE, KeyLimit
+from kvmesh.frontend.hints import MAX_PRIORITY
+from kvmesh.frontend.keys.budget import KeyLimits
+from kvmesh.frontend.keys.caller import KeyCaller
+from kvmesh.frontend.keys.issuer import IssuerKeys
+from kvmesh.frontend.keys.jwks import PublicKey
+from kvmesh.frontend.keys.keyfile import Pattern
+from kvmesh.frontend.keys.meters import Meters
+from kvmesh.mesh.http.errors import UnauthorizedError
+from kvmesh.protocol.errors import ConfigError, OverloadedError
+from kvmesh.protocol.messages import UNREADABLE, KeyLimit
 
 MAX_TOKEN_CHARS = 8192
 MAX_CACHED = 10_000  # tokens that have been verified

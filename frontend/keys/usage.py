@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from frontend.keys import metrics
-from mesh.tally import Tally
+from kvmesh.frontend.keys import metrics
+from kvmesh.mesh.tally import Tally
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-from frontend.errors import UnknownModelError
-from frontend.keys.caller import caller_of, check_model
-from frontend.keys.meter import Visit
-from frontend.models import Model, ModelRegistry, ServedModel
-from mesh.http.request import Request
+from kvmesh.frontend.errors import UnknownModelError
+from kvmesh.frontend.keys.caller import caller_of, check_model
+from kvmesh.frontend.keys.meter import Visit
+from kvmesh.frontend.models import Model, ModelRegistry, ServedModel
+from kvmesh.mesh.http.request import Request
 
 
 async def begin(request: Request) -> Visit | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.live.picture import (
+from kvmesh.frontend.live.picture import (
     MAX_DECISIONS,
     MAX_EVENTS,
     MAX_STEPS,
@@ -19,9 +19,9 @@ from frontend.live.picture import (
     MeshTotals,
     WorkerLook,
 )
-from protocol.errors import WireError
-from protocol.messages import UNREADABLE
-from protocol.version import NEIGHBOURS
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.messages import UNREADABLE
+from kvmesh.protocol.version import NEIGHBOURS
 
 _Text = Annotated[str, Meta(max_length=1000)]
 

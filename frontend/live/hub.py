@@ -8,17 +8,17 @@ from typing import Protocol
 
 import msgspec
 
-from frontend.live.looking import CounterWatch, Look, distant_look
-from frontend.live.picture import Picture, Row, Sighting, WorkerLook
-from frontend.live.planners import PlannerFollower
-from frontend.live.streams import RequestWatch
-from frontend.timeline import Timelines
-from frontend.whatif.recent import RecentRequests
-from mesh.http.request import ReplyStream
-from protocol.errors import OverloadedError
-from protocol.ids import WorkerId
-from protocol.messages import PlannerStep, WorkerCard
-from router.feeds import WorkerFeed
+from kvmesh.frontend.live.looking import CounterWatch, Look, distant_look
+from kvmesh.frontend.live.picture import Picture, Row, Sighting, WorkerLook
+from kvmesh.frontend.live.planners import PlannerFollower
+from kvmesh.frontend.live.streams import RequestWatch
+from kvmesh.frontend.timeline import Timelines
+from kvmesh.frontend.whatif.recent import RecentRequests
+from kvmesh.mesh.http.request import ReplyStream
+from kvmesh.protocol.errors import OverloadedError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import PlannerStep, WorkerCard
+from kvmesh.router.feeds import WorkerFeed
 
 log = logging.getLogger(__name__)
 

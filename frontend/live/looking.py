@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from frontend import metrics
-from frontend.live.picture import MeshTotals, WorkerLook
-from mesh.histogram import Distribution
-from mesh.tally import Tally
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard
-from router.index import Holder
-from router.local import LocalRouter
+from kvmesh.frontend import metrics
+from kvmesh.frontend.live.picture import MeshTotals, WorkerLook
+from kvmesh.mesh.histogram import Distribution
+from kvmesh.mesh.tally import Tally
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.index import Holder
+from kvmesh.router.local import LocalRouter
 
 WINDOW = 20  # looks that means are taken over
 FEW = 5  # ... and rates

@@ -8,27 +8,27 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.admission import Admission
-from frontend.config import FrontendConfig
-from frontend.dispatch import Dispatcher
-from frontend.http import HttpSettings
-from frontend.keys.guard import Doorkeeper
-from frontend.live.hub import LiveHub
-from frontend.live.looking import distant_look, local_look
-from frontend.live.pages import routes
-from frontend.live.picture import Picture, Row
-from frontend.live.planners import PlannerFollower
-from frontend.timeline import Timelines
-from frontend.whatif.fleet import KnownFleet
-from frontend.whatif.recent import RecentRequests
-from frontend.whatif.runner import WhatIfRunner
-from mesh.discovery import Discovery
-from mesh.http.server import App, HttpLimits, Route, listening
-from mesh.identity.credentials import Credentials
-from protocol.version import RELEASE
-from router.booking import Router
-from router.feeds import WorkerFeed
-from router.local import LocalRouter
+from kvmesh.frontend.admission import Admission
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.http import HttpSettings
+from kvmesh.frontend.keys.guard import Doorkeeper
+from kvmesh.frontend.live.hub import LiveHub
+from kvmesh.frontend.live.looking import distant_look, local_look
+from kvmesh.frontend.live.pages import routes
+from kvmesh.frontend.live.picture import Picture, Row
+from kvmesh.frontend.live.planners import PlannerFollower
+from kvmesh.frontend.timeline import Timelines
+from kvmesh.frontend.whatif.fleet import KnownFleet
+from kvmesh.frontend.whatif.recent import RecentRequests
+from kvmesh.frontend.whatif.runner import WhatIfRunner
+from kvmesh.mesh.discovery import Discovery
+from kvmesh.mesh.http.server import App, HttpLimits, Route, listening
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.protocol.version import RELEASE
+from kvmesh.router.booking import Router
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.local import LocalRouter
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 
-from frontend.keys.caller import check_whole_mesh
-from frontend.live.hub import LiveHub
-from frontend.whatif.runner import NoAnswer, WhatIfRunner
-from mesh.http.request import Reply, ReplyStream, Request, json_reply
-from mesh.http.server import Route
-from protocol.errors import InvalidRequestError, OverloadedError
+from kvmesh.frontend.keys.caller import check_whole_mesh
+from kvmesh.frontend.live.hub import LiveHub
+from kvmesh.frontend.whatif.runner import NoAnswer, WhatIfRunner
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request, json_reply
+from kvmesh.mesh.http.server import Route
+from kvmesh.protocol.errors import InvalidRequestError, OverloadedError
 
 EVENTS = "/ui/events"
 WHAT_IF = "/ui/whatif"
@@ -38,7 +38,7 @@ def routes(hub: LiveHub, what_if: WhatIfRunner | None = None) -> Sequence[Route]
 
 
 async def show_file(name: str, content_type: str, request: Request) -> Reply:
-    body = files("frontend").joinpath("live", "built", name).read_bytes()
+    body = files("kvmesh.frontend").joinpath("live", "built", name).read_bytes()
     return Reply(body, content_type=content_type, headers=SAFE_HEADERS)
 
 

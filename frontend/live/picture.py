@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard
-from router.findings import writable
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.findings import writable
 
 Row = Mapping[str, Any]  # one JSON object
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from frontend.live.picture import MAX_NAME_CHARS, MAX_STEPS, MAX_TEXT_CHARS, Row, cut
-from mesh.bodies import bounded
-from mesh.discovery import Deleted, Discovery
-from mesh.identity.credentials import Credentials
-from mesh.member_session import member_session
-from protocol.errors import MeshError, WireError
-from protocol.messages import UNREADABLE, PlannerCard, PlannerStep, PlannerSteps, RoleCount, decode_card
+from kvmesh.frontend.live.picture import MAX_NAME_CHARS, MAX_STEPS, MAX_TEXT_CHARS, Row, cut
+from kvmesh.mesh.bodies import bounded
+from kvmesh.mesh.discovery import Deleted, Discovery
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.member_session import member_session
+from kvmesh.protocol.errors import MeshError, WireError
+from kvmesh.protocol.messages import UNREADABLE, PlannerCard, PlannerStep, PlannerSteps, RoleCount, decode_card
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from frontend.live.picture import MAX_NAME_CHARS, MAX_TEXT_CHARS, Row, cut
-from frontend.timeline import Attempt, Phase, RequestTimeline, Timelines, phases
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import CandidateReport, Explanation, Placed
+from kvmesh.frontend.live.picture import MAX_NAME_CHARS, MAX_TEXT_CHARS, Row, cut
+from kvmesh.frontend.timeline import Attempt, Phase, RequestTimeline, Timelines, phases
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import CandidateReport, Explanation, Placed
 
 MAX_LISTED = 64  # requests in flight, the newest, that viewers see with their tokens as they grow
 MAX_ENDED = 64  # between two messages

@@ -6,15 +6,15 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.bodies import decode_body
-from frontend.crew import CrewMember, WorkerCrew
-from frontend.endpoint import Endpoint, Services, identified
-from frontend.keys.caller import caller_of, check_admin
-from frontend.operation import ASKED_FAILURES, Operation
-from frontend.shapes import Strict
-from mesh.http.request import Reply, Request, json_reply
-from protocol.errors import NoWorkerError
-from protocol.messages import Control, ControlAction
+from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.crew import CrewMember, WorkerCrew
+from kvmesh.frontend.endpoint import Endpoint, Services, identified
+from kvmesh.frontend.keys.caller import caller_of, check_admin
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation
+from kvmesh.frontend.shapes import Strict
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.protocol.errors import NoWorkerError
+from kvmesh.protocol.messages import Control, ControlAction
 
 log = logging.getLogger(__name__)
 

@@ -2,16 +2,16 @@
 
 import asyncio
 
-from frontend.endpoint import Endpoint, Services, identified, new_id, timeout_s, with_hints
-from frontend.job import prepare
-from frontend.keys.visits import model_for, visiting
-from frontend.openai.parameters import parse_either
-from frontend.openai.shapes import ChatRequest, CompletionRequest
-from frontend.operation import ASKED_FAILURES, Operation
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import client_request_id
-from protocol.messages import RouteRequest
-from router.api import PlaceReply, place_reply
+from kvmesh.frontend.endpoint import Endpoint, Services, identified, new_id, timeout_s, with_hints
+from kvmesh.frontend.job import prepare
+from kvmesh.frontend.keys.visits import model_for, visiting
+from kvmesh.frontend.openai.parameters import parse_either
+from kvmesh.frontend.openai.shapes import ChatRequest, CompletionRequest
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import client_request_id
+from kvmesh.protocol.messages import RouteRequest
+from kvmesh.router.api import PlaceReply, place_reply
 
 
 async def preview(services: Services, request: Request) -> Reply:

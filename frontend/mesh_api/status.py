@@ -4,13 +4,13 @@ from importlib.resources import files
 
 from msgspec import Struct
 
-from frontend.endpoint import Endpoint, Handler, Services
-from frontend.operation import Operation
-from mesh.exposition import OPEN_METRICS, OPEN_TYPE, PLAIN, PLAIN_TYPE, open_page, page, wants_open_metrics
-from mesh.http import request as http
-from mesh.http.request import JSON, Reply, Request, json_reply
-from mesh.merged_metrics import merged_metrics
-from router.findings import DiscoveryReport
+from kvmesh.frontend.endpoint import Endpoint, Handler, Services
+from kvmesh.frontend.operation import Operation
+from kvmesh.mesh.exposition import OPEN_METRICS, OPEN_TYPE, PLAIN, PLAIN_TYPE, open_page, page, wants_open_metrics
+from kvmesh.mesh.http import request as http
+from kvmesh.mesh.http.request import JSON, Reply, Request, json_reply
+from kvmesh.mesh.merged_metrics import merged_metrics
+from kvmesh.router.findings import DiscoveryReport
 
 HTML = "text/html"
 
@@ -78,7 +78,7 @@ async def show_docs(services: Services, request: Request) -> Reply:
 
 def docs_page() -> bytes:
     """Return a page that shows /openapi.json; it loads nothing from elsewhere."""
-    return files("frontend").joinpath("docs.html").read_bytes()
+    return files("kvmesh.frontend").joinpath("docs.html").read_bytes()
 
 
 def _open(path: str, handler: Handler, operation: Operation) -> Endpoint:

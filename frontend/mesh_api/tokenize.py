@@ -8,21 +8,21 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.bodies import decode_body
-from frontend.endpoint import Endpoint, Services, identified
-from frontend.keys.caller import salt_for
-from frontend.keys.visits import model_for, visiting
-from frontend.models import Model
-from frontend.openai.parameters import CHAT_NAMES, declared, message_of
-from frontend.openai.shapes import Message, ToolSpec
-from frontend.operation import OWN_FAILURES, Operation, ShapeNotes
-from frontend.parameters import ToolWish, template_options, tools_of
-from frontend.prompts import chat_prompt, check_length, check_token_ids
-from frontend.request import ParsedRequest
-from frontend.shapes import MAX_MESSAGES, MAX_TOOLS, ModelName, Strict, TokenId
-from mesh.http.request import Reply, Request, json_reply
-from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.messages import unpack_tokens
+from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.endpoint import Endpoint, Services, identified
+from kvmesh.frontend.keys.caller import salt_for
+from kvmesh.frontend.keys.visits import model_for, visiting
+from kvmesh.frontend.models import Model
+from kvmesh.frontend.openai.parameters import CHAT_NAMES, declared, message_of
+from kvmesh.frontend.openai.shapes import Message, ToolSpec
+from kvmesh.frontend.operation import OWN_FAILURES, Operation, ShapeNotes
+from kvmesh.frontend.parameters import ToolWish, template_options, tools_of
+from kvmesh.frontend.prompts import chat_prompt, check_length, check_token_ids
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.shapes import MAX_MESSAGES, MAX_TOOLS, ModelName, Strict, TokenId
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.protocol.errors import ContextLengthError, InvalidRequestError
+from kvmesh.protocol.messages import unpack_tokens
 
 LONG_TOKENS = 4096  # from here on a thread costs less than the pause of the event loop would
 T = TypeVar("T")

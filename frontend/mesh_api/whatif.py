@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from frontend.endpoint import Endpoint, Services, identified
-from frontend.operation import ASKED_FAILURES, Operation
-from mesh.http.errors import ForbiddenError
-from mesh.http.request import JSON, Reply, Request
+from kvmesh.frontend.endpoint import Endpoint, Services, identified
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation
+from kvmesh.mesh.http.errors import ForbiddenError
+from kvmesh.mesh.http.request import JSON, Reply, Request
 
 COUNT: dict[str, Any] = {"type": "string", "maxLength": 400}
 

@@ -6,12 +6,12 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from frontend.errors import error_event
-from frontend.job import Job, TokenCounts
-from frontend.openai.shapes import PromptTokensDetails, Response, Usage
-from frontend.report import trace_report
-from frontend.shapes import TraceReport, encode
-from protocol.errors import MeshError
+from kvmesh.frontend.errors import error_event
+from kvmesh.frontend.job import Job, TokenCounts
+from kvmesh.frontend.openai.shapes import PromptTokensDetails, Response, Usage
+from kvmesh.frontend.report import trace_report
+from kvmesh.frontend.shapes import TraceReport, encode
+from kvmesh.protocol.errors import MeshError
 
 ChoiceT = TypeVar("ChoiceT")
 DONE: Final = b"data: [DONE]\n\n"

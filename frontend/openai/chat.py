@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from frontend.answer import Part
-from frontend.endpoint import generating
-from frontend.job import Job, TokenCounts
-from frontend.openai.answers import ChunkWriter, whole_response
-from frontend.openai.logprobs import chat_logprobs
-from frontend.openai.parameters import CHAT_DEFAULTS, MESSAGE_DEFAULTS, PART_DEFAULTS, parse_chat
-from frontend.openai.shapes import (
+from kvmesh.frontend.answer import Part
+from kvmesh.frontend.endpoint import generating
+from kvmesh.frontend.job import Job, TokenCounts
+from kvmesh.frontend.openai.answers import ChunkWriter, whole_response
+from kvmesh.frontend.openai.logprobs import chat_logprobs
+from kvmesh.frontend.openai.parameters import CHAT_DEFAULTS, MESSAGE_DEFAULTS, PART_DEFAULTS, parse_chat
+from kvmesh.frontend.openai.shapes import (
     AnswerFunction,
     AnswerMessage,
     AnswerToolCall,
@@ -23,14 +23,14 @@ from frontend.openai.shapes import (
     Response,
     TextPart,
 )
-from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.request import ParsedRequest
-from frontend.shapes import encode
-from frontend.whole_answer import WholeAnswer, new_call_id
-from mesh.http.errors import error_body
-from protocol.errors import MeshError
-from protocol.messages import FinishReason
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.shapes import encode
+from kvmesh.frontend.whole_answer import WholeAnswer, new_call_id
+from kvmesh.mesh.http.errors import error_body
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.messages import FinishReason
 
 
 class ChatDialect:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from frontend.answer import Part, PlacedLogprob
-from frontend.endpoint import generating
-from frontend.job import Job, TokenCounts
-from frontend.openai.answers import ChunkWriter, whole_response
-from frontend.openai.logprobs import completion_logprobs
-from frontend.openai.parameters import parse_completion
-from frontend.openai.shapes import (
+from kvmesh.frontend.answer import Part, PlacedLogprob
+from kvmesh.frontend.endpoint import generating
+from kvmesh.frontend.job import Job, TokenCounts
+from kvmesh.frontend.openai.answers import ChunkWriter, whole_response
+from kvmesh.frontend.openai.logprobs import completion_logprobs
+from kvmesh.frontend.openai.parameters import parse_completion
+from kvmesh.frontend.openai.shapes import (
     Chunk,
     CompletionChoice,
     CompletionChunkChoice,
@@ -17,13 +17,13 @@ from frontend.openai.shapes import (
     ErrorBody,
     Response,
 )
-from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
-from frontend.request import ParsedRequest
-from frontend.shapes import encode
-from frontend.whole_answer import WholeAnswer
-from mesh.http.errors import error_body
-from protocol.errors import MeshError
-from protocol.messages import FinishReason
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.shapes import encode
+from kvmesh.frontend.whole_answer import WholeAnswer
+from kvmesh.mesh.http.errors import error_body
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.messages import FinishReason
 
 
 class CompletionsDialect:

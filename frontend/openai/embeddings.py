@@ -12,10 +12,10 @@ from typing import Annotated, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend import metrics
-from frontend.access_log import access_fields
-from frontend.bodies import decode_body
-from frontend.endpoint import (
+from kvmesh.frontend import metrics
+from kvmesh.frontend.access_log import access_fields
+from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.endpoint import (
     Endpoint,
     Services,
     as_failure,
@@ -25,27 +25,27 @@ from frontend.endpoint import (
     timeout_s,
     with_hints,
 )
-from frontend.errors import outcome
-from frontend.generator import Generator, Hints
-from frontend.keys.caller import caller_of
-from frontend.keys.meter import Visit
-from frontend.keys.visits import begin, model_for
-from frontend.models import Model
-from frontend.openai.parameters import prompts_of
-from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
-from frontend.prompts import given_tokens, in_turns, refuse_empty, text_tokens
-from frontend.request import ParsedBody
-from frontend.running import first_failure
-from frontend.shapes import MAX_USER_CHARS, ModelName, Salt, Strict, TokenId
-from frontend.timeline import EMBEDDINGS as NAME
-from frontend.timeline import MAX_VECTORS, AnswerRecord, RequestTimeline
-from frontend.timeline import now as clock
-from mesh.http.connection import refusal
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import client_request_id
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
-from protocol.ids import RequestId
-from protocol.messages import Embedding, EmbedRequest, Feature
+from kvmesh.frontend.errors import outcome
+from kvmesh.frontend.generator import Generator, Hints
+from kvmesh.frontend.keys.caller import caller_of
+from kvmesh.frontend.keys.meter import Visit
+from kvmesh.frontend.keys.visits import begin, model_for
+from kvmesh.frontend.models import Model
+from kvmesh.frontend.openai.parameters import prompts_of
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
+from kvmesh.frontend.prompts import given_tokens, in_turns, refuse_empty, text_tokens
+from kvmesh.frontend.request import ParsedBody
+from kvmesh.frontend.running import first_failure
+from kvmesh.frontend.shapes import MAX_USER_CHARS, ModelName, Salt, Strict, TokenId
+from kvmesh.frontend.timeline import EMBEDDINGS as NAME
+from kvmesh.frontend.timeline import MAX_VECTORS, AnswerRecord, RequestTimeline
+from kvmesh.frontend.timeline import now as clock
+from kvmesh.mesh.http.connection import refusal
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import client_request_id
+from kvmesh.protocol.errors import ContextLengthError, EngineError, InvalidRequestError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Embedding, EmbedRequest, Feature
 
 MAX_INPUTS = 2048
 INPUTS_AT_ONCE = 64  # of one request, at workers

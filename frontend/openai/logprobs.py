@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from math import isnan
 
-from frontend.answer import PlacedLogprob
-from frontend.openai.shapes import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from frontend.tokenizer import Tokenizer
-from protocol.messages import TokenLogprob
+from kvmesh.frontend.answer import PlacedLogprob
+from kvmesh.frontend.openai.shapes import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.protocol.messages import TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
 

@@ -1,14 +1,14 @@
 """GET /v1/models: the models and adapters that can be asked, in the shape that the client knows."""
 
-from frontend.anthropic import models as anthropics
-from frontend.anthropic.errors import error_body
-from frontend.anthropic.shapes import ErrorAnswer, ModelInfo, ModelPage
-from frontend.endpoint import Endpoint, Handler, Services, identified
-from frontend.keys.visits import models_for, ready_model_for
-from frontend.models import ServedModel
-from frontend.openai.shapes import ModelList, ModelObject
-from frontend.operation import Operation
-from mesh.http.request import Reply, ReplyStream, Request, json_reply
+from kvmesh.frontend.anthropic import models as anthropics
+from kvmesh.frontend.anthropic.errors import error_body
+from kvmesh.frontend.anthropic.shapes import ErrorAnswer, ModelInfo, ModelPage
+from kvmesh.frontend.endpoint import Endpoint, Handler, Services, identified
+from kvmesh.frontend.keys.visits import models_for, ready_model_for
+from kvmesh.frontend.models import ServedModel
+from kvmesh.frontend.openai.shapes import ModelList, ModelObject
+from kvmesh.frontend.operation import Operation
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request, json_reply
 
 TEXT = {"type": "string"}  # and so is the limit, which OpenAI's shape does not read
 

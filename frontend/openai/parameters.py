@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import msgspec
 
-from frontend.bodies import Only, decode_body, not_supported, only, refuse, refuse_unsupported, shortened
-from frontend.openai.shapes import (
+from kvmesh.frontend.bodies import Only, decode_body, not_supported, only, refuse, refuse_unsupported, shortened
+from kvmesh.frontend.openai.shapes import (
     MAX_CHOICES,
     ROLES,
     AllowedToolsChoice,
@@ -23,7 +23,7 @@ from frontend.openai.shapes import (
     TextPart,
     ToolSpec,
 )
-from frontend.parameters import (
+from kvmesh.frontend.parameters import (
     LEAST_TOP_P,
     DeclaredTool,
     ToolWish,
@@ -35,10 +35,10 @@ from frontend.parameters import (
     template_options,
     tools_of,
 )
-from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
-from frontend.shapes import MAX_U32
-from frontend.templates import ChatMessage, WrittenArguments
-from protocol.messages import UNREADABLE, Guide, GuideKind, SamplingParams
+from kvmesh.frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
+from kvmesh.frontend.shapes import MAX_U32
+from kvmesh.frontend.templates import ChatMessage, WrittenArguments
+from kvmesh.protocol.messages import UNREADABLE, Guide, GuideKind, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
 MAX_TOKEN_ID_CHARS = 10

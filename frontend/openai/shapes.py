@@ -9,7 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from frontend.shapes import (
+from kvmesh.frontend.shapes import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser
-from frontend.parsers.text import quoted
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser
+from kvmesh.frontend.parsers.text import quoted
 
 
 class AllowedCalls:

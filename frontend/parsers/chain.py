@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning
 
 
 class ChainedParser:

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.parsers.reasoning import ReasoningFormat
-from frontend.parsers.text import marker_finder
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.frontend.parsers.reasoning import ReasoningFormat
+from kvmesh.frontend.parsers.text import marker_finder
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"

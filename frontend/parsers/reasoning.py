@@ -17,9 +17,9 @@ from enum import Enum, auto
 from functools import partial
 from types import MappingProxyType
 
-from frontend.parsers.events import Content, Event, Parser, Reasoning
-from frontend.parsers.text import marker_finder
-from protocol.parsers import reasoning_parser_name
+from kvmesh.frontend.parsers.events import Content, Event, Parser, Reasoning
+from kvmesh.frontend.parsers.text import marker_finder
+from kvmesh.protocol.parsers import reasoning_parser_name
 
 
 @dataclass(frozen=True, slots=True)

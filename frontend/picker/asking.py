@@ -10,24 +10,24 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from frontend.anthropic.messages import MessagesDialect
-from frontend.bodies import decode_body
-from frontend.generator import Hints
-from frontend.hints import PINS, with_headers
-from frontend.keys.salts import open_salt
-from frontend.models import Model
-from frontend.openai.chat import ChatDialect
-from frontend.openai.completions import CompletionsDialect
-from frontend.openai.embeddings import parse_embeddings, read_inputs
-from frontend.picker.budget import BodyBudget
-from frontend.picker.wire import RequestHead
-from frontend.prompts import answer_limit, read_prompts
-from frontend.request import ParsedRequest
-from frontend.responses.dialect import ResponsesDialect
-from mesh.http.encodings import decoded, read_encodings
-from mesh.http.errors import error_body
-from mesh.http.request import PIECES_A_TURN
-from protocol.errors import ConfigError, ContextLengthError, InvalidRequestError, MeshError
+from kvmesh.frontend.anthropic.messages import MessagesDialect
+from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.hints import PINS, with_headers
+from kvmesh.frontend.keys.salts import open_salt
+from kvmesh.frontend.models import Model
+from kvmesh.frontend.openai.chat import ChatDialect
+from kvmesh.frontend.openai.completions import CompletionsDialect
+from kvmesh.frontend.openai.embeddings import parse_embeddings, read_inputs
+from kvmesh.frontend.picker.budget import BodyBudget
+from kvmesh.frontend.picker.wire import RequestHead
+from kvmesh.frontend.prompts import answer_limit, read_prompts
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.responses.dialect import ResponsesDialect
+from kvmesh.mesh.http.encodings import decoded, read_encodings
+from kvmesh.mesh.http.errors import error_body
+from kvmesh.mesh.http.request import PIECES_A_TURN
+from kvmesh.protocol.errors import ConfigError, ContextLengthError, InvalidRequestError, MeshError
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"

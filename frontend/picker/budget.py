@@ -1,6 +1,6 @@
 """Bound the memory of all request bodies that are being read. Pure."""
 
-from protocol.errors import OverloadedError
+from kvmesh.protocol.errors import OverloadedError
 
 
 class BodyBudget:

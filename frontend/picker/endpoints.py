@@ -4,11 +4,11 @@ import ipaddress
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from mesh.address import join_address, split_address
-from protocol.errors import NoWorkerError
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
-from router.feeds import WorkerNews
+from kvmesh.mesh.address import join_address, split_address
+from kvmesh.protocol.errors import NoWorkerError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard
+from kvmesh.router.feeds import WorkerNews
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """All metrics of the endpoint picker. Label values come from closed sets."""
 
-from mesh.measure import counter, gauge, histogram, locked_gauge
+from kvmesh.mesh.measure import counter, gauge, histogram, locked_gauge
 
 REQUESTS = counter("kvmesh_picker_requests_total")  # outcome: frontend.errors.OUTCOMES; client_gone: while it waited
 PICK_SECONDS = histogram("kvmesh_picker_pick_seconds").labels()

@@ -4,18 +4,26 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from frontend.hints import DP_RANK_HEADER, PREFILL_HEADER, PREFILLER_HEADER, STEERING, WORKER_HEADER
-from frontend.models import ModelRegistry
-from frontend.picker.asking import REWRITE_HEADER, BodyReading, hints_of, model_name, read_prompt, reader_of, renamed
-from frontend.picker.endpoints import EndpointFeed
-from frontend.picker.metrics import UNREAD
-from frontend.picker.stream import Asked, ExtProcStream
-from frontend.picker.wire import Steering
-from frontend.route_requests import route_request, sequence_hashes_of
-from protocol.errors import DeadlineExceededError, NoWorkerError, OverloadedError
-from protocol.ids import RequestId, new_request_id
-from protocol.messages import Placed, RouteRequest
-from router.local import LocalBooking, LocalRouter
+from kvmesh.frontend.hints import DP_RANK_HEADER, PREFILL_HEADER, PREFILLER_HEADER, STEERING, WORKER_HEADER
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.picker.asking import (
+    REWRITE_HEADER,
+    BodyReading,
+    hints_of,
+    model_name,
+    read_prompt,
+    reader_of,
+    renamed,
+)
+from kvmesh.frontend.picker.endpoints import EndpointFeed
+from kvmesh.frontend.picker.metrics import UNREAD
+from kvmesh.frontend.picker.stream import Asked, ExtProcStream
+from kvmesh.frontend.picker.wire import Steering
+from kvmesh.frontend.route_requests import route_request, sequence_hashes_of
+from kvmesh.protocol.errors import DeadlineExceededError, NoWorkerError, OverloadedError
+from kvmesh.protocol.ids import RequestId, new_request_id
+from kvmesh.protocol.messages import Placed, RouteRequest
+from kvmesh.router.local import LocalBooking, LocalRouter
 
 ID_PREFIX = "pick"
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 
-from frontend.errors import outcome
-from frontend.picker.asking import reader_of
-from frontend.picker.budget import BodyBudget
-from frontend.picker.metrics import PICK_SECONDS, REQUESTS, STREAMS, UNSEEN
-from frontend.picker.picking import Keeper, Pick, Picker
-from frontend.picker.stream import Asked, ExtProcStream
-from frontend.picker.wire import (
+from kvmesh.frontend.errors import outcome
+from kvmesh.frontend.picker.asking import reader_of
+from kvmesh.frontend.picker.budget import BodyBudget
+from kvmesh.frontend.picker.metrics import PICK_SECONDS, REQUESTS, STREAMS, UNSEEN
+from kvmesh.frontend.picker.picking import Keeper, Pick, Picker
+from kvmesh.frontend.picker.stream import Asked, ExtProcStream
+from kvmesh.frontend.picker.wire import (
     BodyMode,
     Heard,
     RequestHead,
@@ -24,11 +24,11 @@ from frontend.picker.wire import (
     read_health_check,
     refusal_answer,
 )
-from mesh.address import cannot_listen
-from mesh.http.connection import refusal
-from protocol.errors import ConfigError, MeshError, OverloadedError, WireError
-from protocol.ids import new_request_id
-from router.local import LocalBooking
+from kvmesh.mesh.address import cannot_listen
+from kvmesh.mesh.http.connection import refusal
+from kvmesh.protocol.errors import ConfigError, MeshError, OverloadedError, WireError
+from kvmesh.protocol.ids import new_request_id
+from kvmesh.router.local import LocalBooking
 
 log = logging.getLogger(__name__)
 

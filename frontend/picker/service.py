@@ -1,4 +1,4 @@
-"""Run the endpoint picker: `python -m router --ext-proc-port`. It places for gateways what a frontend would place."""
+"""Run the endpoint picker: `kvmesh router --ext-proc-port`. It places for gateways what a frontend would place."""
 
 import asyncio
 import logging
@@ -6,31 +6,31 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from frontend.model_files import ModelFolders, default_cache_dir
-from frontend.models import ModelRegistry
-from frontend.picker.asking import BodyReading, read_objectives
-from frontend.picker.budget import BodyBudget
-from frontend.picker.endpoints import EndpointFeed
-from frontend.picker.metrics import ENDPOINTS
-from frontend.picker.picking import Keeper, Picker
-from frontend.picker.server import PickerServer, tls_credentials
-from mesh.address import join_address
-from mesh.discovery import open_discovery
-from mesh.exposition import labelled
-from mesh.http.door import door_of
-from mesh.http.server import listening
-from mesh.identity.metrics import using
-from mesh.identity.names import MeshRole
-from mesh.lifecycle import watch_parent
-from mesh.plane.client import PlaneClient
-from mesh.telemetry import log_ready
-from protocol.messages import encode_card
-from router.config import RouterConfig
-from router.feeds import WorkerFeed, tell_missing
-from router.findings import DiscoveryReport
-from router.http import RouterApi
-from router.local import LocalRouter
-from router.service import open_metrics_port
+from kvmesh.frontend.model_files import ModelFolders, default_cache_dir
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.picker.asking import BodyReading, read_objectives
+from kvmesh.frontend.picker.budget import BodyBudget
+from kvmesh.frontend.picker.endpoints import EndpointFeed
+from kvmesh.frontend.picker.metrics import ENDPOINTS
+from kvmesh.frontend.picker.picking import Keeper, Picker
+from kvmesh.frontend.picker.server import PickerServer, tls_credentials
+from kvmesh.mesh.address import join_address
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.mesh.exposition import labelled
+from kvmesh.mesh.http.door import door_of
+from kvmesh.mesh.http.server import listening
+from kvmesh.mesh.identity.metrics import using
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.lifecycle import watch_parent
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.telemetry import log_ready
+from kvmesh.protocol.messages import encode_card
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed, tell_missing
+from kvmesh.router.findings import DiscoveryReport
+from kvmesh.router.http import RouterApi
+from kvmesh.router.local import LocalRouter
+from kvmesh.router.service import open_metrics_port
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ message needs an answer of its own kind. The answer to the head, or that to the 
 
 from dataclasses import dataclass
 
-from frontend.picker.budget import BodyBudget
-from frontend.picker.wire import (
+from kvmesh.frontend.picker.budget import BodyBudget
+from kvmesh.frontend.picker.wire import (
     BodyMode,
     BodyPart,
     Heard,
@@ -20,8 +20,8 @@ from frontend.picker.wire import (
     trailers_answer,
     whole_body_answer,
 )
-from mesh.http.errors import BodyTooLargeError
-from protocol.errors import ConfigError, WireError
+from kvmesh.mesh.http.errors import BodyTooLargeError
+from kvmesh.protocol.errors import ConfigError, WireError
 
 PART_BYTES = 62_000  # of a body that is sent back: Envoy takes at most 64 KiB at once
 SEE_MODES = "set request_body_mode to FULL_DUPLEX_STREAMED or BUFFERED, see docs/gateway.md"

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from frontend.responses.metrics import BACKGROUND
-from frontend.responses.store import StoredResponse
-from protocol.errors import OverloadedError
+from kvmesh.frontend.responses.metrics import BACKGROUND
+from kvmesh.frontend.responses.store import StoredResponse
+from kvmesh.protocol.errors import OverloadedError
 
 Key = tuple[str, str]  # owner, response id
 

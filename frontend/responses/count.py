@@ -2,13 +2,13 @@
 
 import asyncio
 
-from frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
-from frontend.keys.visits import model_for, visiting
-from frontend.operation import ASKED_FAILURES, Operation
-from frontend.prompts import read_prompts
-from frontend.responses.parse import parse_responses
-from frontend.responses.shapes import InputTokens, ResponsesRequest
-from mesh.http.request import Reply, Request, json_reply
+from kvmesh.frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
+from kvmesh.frontend.keys.visits import model_for, visiting
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation
+from kvmesh.frontend.prompts import read_prompts
+from kvmesh.frontend.responses.parse import parse_responses
+from kvmesh.frontend.responses.shapes import InputTokens, ResponsesRequest
+from kvmesh.mesh.http.request import Reply, Request, json_reply
 
 
 async def count_input_tokens(services: Services, request: Request) -> Reply:

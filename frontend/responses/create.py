@@ -5,9 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from frontend import metrics
-from frontend.answer import Part
-from frontend.endpoint import (
+from kvmesh.frontend import metrics
+from kvmesh.frontend.answer import Part
+from kvmesh.frontend.endpoint import (
     SSE_HEADERS,
     TIMEOUT_HEADER,
     Endpoint,
@@ -21,15 +21,15 @@ from frontend.endpoint import (
     settle,
     timeout_s,
 )
-from frontend.errors import outcome
-from frontend.job import Branch, Job
-from frontend.keys.caller import KeyCaller, caller_of
-from frontend.keys.meter import Visit
-from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
-from frontend.outlet import SseOutlet, WholeOutlet
-from frontend.responses import parse
-from frontend.responses.background import BackgroundRun, EventLog
-from frontend.responses.dialect import (
+from kvmesh.frontend.errors import outcome
+from kvmesh.frontend.job import Branch, Job
+from kvmesh.frontend.keys.caller import KeyCaller, caller_of
+from kvmesh.frontend.keys.meter import Visit
+from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
+from kvmesh.frontend.outlet import SseOutlet, WholeOutlet
+from kvmesh.frontend.responses import parse
+from kvmesh.frontend.responses.background import BackgroundRun, EventLog
+from kvmesh.frontend.responses.dialect import (
     BackgroundWriter,
     ResponsesDialect,
     ResponsesWriter,
@@ -40,8 +40,8 @@ from frontend.responses.dialect import (
     queued,
     whole_response,
 )
-from frontend.responses.records import kept_items
-from frontend.responses.shapes import (
+from kvmesh.frontend.responses.records import kept_items
+from kvmesh.frontend.responses.shapes import (
     AllowedTools,
     ContentPart,
     Event,
@@ -57,13 +57,13 @@ from frontend.responses.shapes import (
     Response,
     ResponsesRequest,
 )
-from frontend.responses.state import KeptResponses
-from frontend.responses.store import StoredResponse
-from frontend.running import run as run_job
-from frontend.shapes import encode
-from frontend.timeline import RequestTimeline
-from mesh.http.request import Reply, ReplyStream, Request
-from protocol.errors import MeshError
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.frontend.responses.store import StoredResponse
+from kvmesh.frontend.running import run as run_job
+from kvmesh.frontend.shapes import encode
+from kvmesh.frontend.timeline import RequestTimeline
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request
+from kvmesh.protocol.errors import MeshError
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def record_of(job: Job, owner: str, response: Response) -> StoredResponse:
 
 
 class BackgroundJob:
-    """Carries out one job without a client. Implements frontend.outlet.Outlet."""
+    """Carries out one job without a client. Implements kvmesh.frontend.outlet.Outlet."""
 
     has_lanes = False
     is_full = False
@@ -265,7 +265,7 @@ class BackgroundJob:
         if self._run.log is not None:
             self._run.log.append(events)
 
-    # --- frontend.outlet.Outlet -------------------------------------------------------------------------
+    # --- kvmesh.frontend.outlet.Outlet -------------------------------------------------------------------------
 
     def put(self, branch: Branch, part: Part) -> bool:
         if self._saving is None:

@@ -4,16 +4,16 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from frontend.answer import Part
-from frontend.job import Job, TokenCounts
-from frontend.openai.logprobs import chat_logprobs
-from frontend.openai.shapes import ChatLogprob
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.report import trace_report
-from frontend.responses.background import BackgroundRun
-from frontend.responses.items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, sse
-from frontend.responses.parse import ParsedResponses, Storage, parse_responses
-from frontend.responses.shapes import (
+from kvmesh.frontend.answer import Part
+from kvmesh.frontend.job import Job, TokenCounts
+from kvmesh.frontend.openai.logprobs import chat_logprobs
+from kvmesh.frontend.openai.shapes import ChatLogprob
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.frontend.report import trace_report
+from kvmesh.frontend.responses.background import BackgroundRun
+from kvmesh.frontend.responses.items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, sse
+from kvmesh.frontend.responses.parse import ParsedResponses, Storage, parse_responses
+from kvmesh.frontend.responses.shapes import (
     ErrorEvent,
     IncompleteDetails,
     InputTokensDetails,
@@ -30,11 +30,11 @@ from frontend.responses.shapes import (
     ResponseUsage,
     StreamEvent,
 )
-from frontend.shapes import encode
-from frontend.whole_answer import WholeAnswer, new_call_id
-from mesh.http.errors import error_body, http_failure
-from protocol.errors import InvalidRequestError, MeshError, OverloadedError
-from protocol.messages import FinishReason
+from kvmesh.frontend.shapes import encode
+from kvmesh.frontend.whole_answer import WholeAnswer, new_call_id
+from kvmesh.mesh.http.errors import error_body, http_failure
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from kvmesh.protocol.messages import FinishReason
 
 
 class ResponsesDialect:

@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import msgspec
 
-from frontend.responses import metrics
-from frontend.responses.retention import Dropped, KeptEntry, Retention, StoreLimits
-from frontend.responses.store import StorageError, StoredResponse, abandoned, name_of, walk_back
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.frontend.responses import metrics
+from kvmesh.frontend.responses.retention import Dropped, KeptEntry, Retention, StoreLimits
+from kvmesh.frontend.responses.store import StorageError, StoredResponse, abandoned, name_of, walk_back
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
 class DirectoryStore:
-    """Implements frontend.responses.store.ResponseStore. Files are read and written in threads."""
+    """Implements kvmesh.frontend.responses.store.ResponseStore. Files are read and written in threads."""
 
     def __init__(self, folder: Path, limits: StoreLimits, now_s: Callable[[], float] = time.time) -> None:
         """Open the directory, which is made if it is missing. Raise ConfigError if it cannot be used."""

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from msgspec import UNSET, UnsetType
 
-from frontend.openai.shapes import ChatLogprob
-from frontend.responses.item_ids import output_id
-from frontend.responses.shapes import (
+from kvmesh.frontend.openai.shapes import ChatLogprob
+from kvmesh.frontend.responses.item_ids import output_id
+from kvmesh.frontend.responses.shapes import (
     ArgumentsDelta,
     ArgumentsDone,
     ItemAdded,
@@ -33,7 +33,7 @@ from frontend.responses.shapes import (
     TextDelta,
     TextDone,
 )
-from frontend.shapes import encode
+from kvmesh.frontend.shapes import encode
 
 
 def sse(event: StreamEvent) -> bytes:

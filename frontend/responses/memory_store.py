@@ -3,15 +3,15 @@
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from frontend.responses import metrics
-from frontend.responses.retention import Dropped, Retention, StoreLimits
-from frontend.responses.store import StorageError, StoredResponse, name_of, walk_back
+from kvmesh.frontend.responses import metrics
+from kvmesh.frontend.responses.retention import Dropped, Retention, StoreLimits
+from kvmesh.frontend.responses.store import StorageError, StoredResponse, name_of, walk_back
 
 ENTRY_BYTES = 1024  # of Python's objects for one response, roughly
 
 
 class MemoryStore:
-    """Implements frontend.responses.store.ResponseStore."""
+    """Implements kvmesh.frontend.responses.store.ResponseStore."""
 
     def __init__(self, limits: StoreLimits, now_s: Callable[[], float] = time.time) -> None:
         self._retention = Retention(limits)

@@ -1,7 +1,7 @@
 """All metrics of stored responses."""
 
-from frontend.responses.retention import Dropped
-from mesh.measure import locked_counter, locked_gauge
+from kvmesh.frontend.responses.retention import Dropped
+from kvmesh.mesh.measure import locked_counter, locked_gauge
 
 _P = "kvmesh_frontend_responses_"
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from frontend.bodies import refuse
-from frontend.responses.shapes import FunctionTool
+from kvmesh.frontend.bodies import refuse
+from kvmesh.frontend.responses.shapes import FunctionTool
 
 _BETWEEN = "__"  # as between the server and the tool in the names of MCP tools
 

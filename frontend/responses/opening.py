@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from frontend.responses.directory_store import DirectoryStore
-from frontend.responses.memory_store import MemoryStore
-from frontend.responses.retention import StoreLimits
-from frontend.responses.store import ResponseStore
-from protocol.errors import ConfigError
+from kvmesh.frontend.responses.directory_store import DirectoryStore
+from kvmesh.frontend.responses.memory_store import MemoryStore
+from kvmesh.frontend.responses.retention import StoreLimits
+from kvmesh.frontend.responses.store import ResponseStore
+from kvmesh.protocol.errors import ConfigError
 
 OFF, MEMORY, DIRECTORY = "off", "memory", "dir:"
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from frontend.bodies import Only, decode_body, only, refuse, refuse_unsupported, validation_error
-from frontend.openai.parameters import arguments_of, check_lengths, common_fields, sampling_params
-from frontend.parameters import (
+from kvmesh.frontend.bodies import Only, decode_body, only, refuse, refuse_unsupported, validation_error
+from kvmesh.frontend.openai.parameters import arguments_of, check_lengths, common_fields, sampling_params
+from kvmesh.frontend.parameters import (
     DeclaredTool,
     ToolWish,
     check_tool_name,
@@ -22,9 +22,9 @@ from frontend.parameters import (
     template_options,
     tools_of,
 )
-from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
-from frontend.responses.namespaces import FullName, ToolGroup, flat, full_names, written_name
-from frontend.responses.shapes import (
+from kvmesh.frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
+from kvmesh.frontend.responses.namespaces import FullName, ToolGroup, flat, full_names, written_name
+from kvmesh.frontend.responses.shapes import (
     INCLUDABLE,
     LOGPROBS,
     TEXT_PARTS,
@@ -53,11 +53,11 @@ from frontend.responses.shapes import (
     TextSettings,
     ThoughtPart,
 )
-from frontend.shapes import encode
-from frontend.templates import ChatMessage
-from mesh.http.errors import NotFoundError
-from protocol.errors import MeshError
-from protocol.messages import Guide, GuideKind
+from kvmesh.frontend.shapes import encode
+from kvmesh.frontend.templates import ChatMessage
+from kvmesh.mesh.http.errors import NotFoundError
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.messages import Guide, GuideKind
 
 NAMES = ParamNames("input", "text.format", "text.format.schema", tool_schema="tools")
 _decoder = msgspec.json.Decoder(ResponsesRequest)

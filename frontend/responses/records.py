@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from frontend.responses.item_ids import input_id
-from frontend.responses.shapes import (
+from kvmesh.frontend.responses.item_ids import input_id
+from kvmesh.frontend.responses.shapes import (
     ContentPart,
     FunctionCallItem,
     FunctionOutputItem,
@@ -24,7 +24,7 @@ from frontend.responses.shapes import (
     ReasoningText,
     SummaryText,
 )
-from frontend.responses.store import StoredResponse
+from kvmesh.frontend.responses.store import StoredResponse
 
 KeptPart = OutputText | KeptText
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from frontend.openai.shapes import (
+from kvmesh.frontend.openai.shapes import (
     ChatLogprob,
     FunctionName,
     Metadata,
@@ -19,7 +19,7 @@ from frontend.openai.shapes import (
     ServiceTier,
     Verbosity,
 )
-from frontend.shapes import MAX_TOOLS, MAX_U32, Count, Lenient, Strict, TraceReport
+from kvmesh.frontend.shapes import MAX_TOOLS, MAX_U32, Count, Lenient, Strict, TraceReport
 
 MAX_INPUT_ITEMS = 1 << 16
 LOGPROBS = "message.output_text.logprobs"  # what a caller has included to get them

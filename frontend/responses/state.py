@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from frontend.bodies import decode_body, refuse
-from frontend.keys.caller import caller_of
-from frontend.keys.guard import sent_key
-from frontend.responses import metrics
-from frontend.responses.background import BackgroundRuns
-from frontend.responses.item_ids import response_of
-from frontend.responses.parse import Storage
-from frontend.responses.records import conversation_of, items_with
-from frontend.responses.store import PreviousResponseError, ResponseStore, StorageError, StoredResponse
-from mesh.http.request import Request
-from protocol.errors import InvalidRequestError, MeshError
+from kvmesh.frontend.bodies import decode_body, refuse
+from kvmesh.frontend.keys.caller import caller_of
+from kvmesh.frontend.keys.guard import sent_key
+from kvmesh.frontend.responses import metrics
+from kvmesh.frontend.responses.background import BackgroundRuns
+from kvmesh.frontend.responses.item_ids import response_of
+from kvmesh.frontend.responses.parse import Storage
+from kvmesh.frontend.responses.records import conversation_of, items_with
+from kvmesh.frontend.responses.store import PreviousResponseError, ResponseStore, StorageError, StoredResponse
+from kvmesh.mesh.http.request import Request
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from protocol.errors import InvalidRequestError, MeshError
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
 
 MAX_CHAIN = 4096  # responses of one conversation
 MAX_CHAIN_BYTES = 16 << 20  # as much as a body may have

@@ -5,18 +5,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from frontend.bodies import refuse
-from frontend.endpoint import SSE_HEADERS, Endpoint, Services, identified
-from frontend.operation import OWN_FAILURES, Operation
-from frontend.responses import metrics
-from frontend.responses.background import split_events
-from frontend.responses.create import send_events
-from frontend.responses.shapes import DeletedResponse, Event, ItemList, Response
-from frontend.responses.state import KeptResponses
-from frontend.responses.store import StoredResponse
-from mesh.http.errors import NotFoundError
-from mesh.http.request import Reply, ReplyStream, Request, json_reply
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.bodies import refuse
+from kvmesh.frontend.endpoint import SSE_HEADERS, Endpoint, Services, identified
+from kvmesh.frontend.operation import OWN_FAILURES, Operation
+from kvmesh.frontend.responses import metrics
+from kvmesh.frontend.responses.background import split_events
+from kvmesh.frontend.responses.create import send_events
+from kvmesh.frontend.responses.shapes import DeletedResponse, Event, ItemList, Response
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.frontend.responses.store import StoredResponse
+from kvmesh.mesh.http.errors import NotFoundError
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request, json_reply
+from kvmesh.protocol.errors import InvalidRequestError
 
 MAX_PAGE, USUAL_PAGE = 100, 20
 _items_decoder = msgspec.json.Decoder(list[dict[str, Any]])

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import tokenizers
 
-from frontend.tokenizing.probes import probes
-from protocol.errors import ConfigError
+from kvmesh.frontend.tokenizing.probes import probes
+from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

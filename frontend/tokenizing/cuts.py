@@ -29,8 +29,8 @@ from itertools import pairwise
 from string import ascii_letters, digits
 from typing import Any
 
-from frontend.tokenizing.byte_level import written
-from frontend.tokenizing.patterns import Joint, UnknownPattern, joint
+from kvmesh.frontend.tokenizing.byte_level import written
+from kvmesh.frontend.tokenizing.patterns import Joint, UnknownPattern, joint
 
 Step = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Count how often a piece of a prompt needed no tokenizing."""
 
-from mesh.measure import locked_counter
+from kvmesh.mesh.measure import locked_counter
 
 _P = "kvmesh_frontend_tokenizer_"
 

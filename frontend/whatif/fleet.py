@@ -3,13 +3,13 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from frontend.service_level import ServiceLevel
-from frontend.whatif.question import PastMesh, SeenWorker, WhatIfQuestion
-from protocol.errors import InvalidRequestError
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard
-from router.feeds import WorkerFeed
-from router.local import LocalRouter
+from kvmesh.frontend.service_level import ServiceLevel
+from kvmesh.frontend.whatif.question import PastMesh, SeenWorker, WhatIfQuestion
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.local import LocalRouter
 
 ALL_LOGS = "ask `kvmesh whatif --access-log` with the logs of all"
 

@@ -4,8 +4,8 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
-from protocol.messages import Role
-from router.policies import Policy
+from kvmesh.protocol.messages import Role
+from kvmesh.router.policies import Policy
 
 FEWEST_JUDGED = 20  # requests that the error is measured on; a p90 of fewer means nothing
 _Text = Annotated[str, Meta(max_length=400)]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from frontend.access_log import access_fields, timestamp
-from frontend.timeline import RequestTimeline, Timelines
+from kvmesh.frontend.access_log import access_fields, timestamp
+from kvmesh.frontend.timeline import RequestTimeline, Timelines
 
 MAX_REQUESTS = 4000
 MAX_BYTES = 8 << 20  # of their lines

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from frontend.keys.caller import check_whole_mesh
-from frontend.whatif.question import AskedMesh, PastMesh, WhatIfQuestion
-from frontend.whatif.recent import RecentRequests
-from mesh.http.request import Reply, Request
-from protocol.errors import EngineError, InvalidRequestError, OverloadedError
+from kvmesh.frontend.keys.caller import check_whole_mesh
+from kvmesh.frontend.whatif.question import AskedMesh, PastMesh, WhatIfQuestion
+from kvmesh.frontend.whatif.recent import RecentRequests
+from kvmesh.mesh.http.request import Reply, Request
+from kvmesh.protocol.errors import EngineError, InvalidRequestError, OverloadedError
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "simulator.whatif")  # which limits its CPU time and memory itself
+COMMAND = (sys.executable, "-P", "-m", "kvmesh.simulator.whatif")  # which limits its CPU time and memory itself
 TIMEOUT_S = 120.0
 MAX_LOGGED_BYTES = 2000
 

@@ -7,8 +7,8 @@ content address and by its tokens before anybody gets it.
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from protocol.hashing import token_bytes
-from protocol.messages import KvLayout, encode
+from kvmesh.protocol.hashing import token_bytes
+from kvmesh.protocol.messages import KvLayout, encode
 
 ADDRESS_BYTES = 32
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.slots import SlotBody, least_header_bytes, read_header
-from kvcache.tiers.store import TierCorruptError
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.slots import SlotBody, least_header_bytes, read_header
+from kvmesh.kvcache.tiers.store import TierCorruptError
 
 OBJECT_BYTES = 4 << 20  # of the payloads of one object, unless one block is larger
 HEAD_BYTES = 64 << 10  # that are read first: most heads are shorter

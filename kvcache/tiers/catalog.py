@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.store import TierError
-from protocol.ids import SequenceHash
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.store import TierError
+from kvmesh.protocol.ids import SequenceHash
 
 TOUCH_EVERY_S = 60.0  # of one object
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvcache.tiers.bundle import OBJECT_BYTES
-from kvcache.tiers.objects import DRAFTS, StoredObject
+from kvmesh.kvcache.tiers.bundle import OBJECT_BYTES
+from kvmesh.kvcache.tiers.objects import DRAFTS, StoredObject
 
 LEASE_S = 50.0  # for which one worker alone collects
 GRACE_S = 60.0  # objects of an epoch that has ended, and drafts, may still be written so long

@@ -19,12 +19,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from typing import NamedTuple, Protocol
 
-from kvcache.tiers.folder import FolderForm, OwnedFolder
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.regular import open_regular
-from kvcache.tiers.run_memory import RunMemories, RunMemory, whole_pages
-from kvcache.tiers.slots import SlotBody, checksum, header_bytes, pages, read_header, write_header
-from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
+from kvmesh.kvcache.tiers.folder import FolderForm, OwnedFolder
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.regular import open_regular
+from kvmesh.kvcache.tiers.run_memory import RunMemories, RunMemory, whole_pages
+from kvmesh.kvcache.tiers.slots import SlotBody, checksum, header_bytes, pages, read_header, write_header
+from kvmesh.kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
 
 log = logging.getLogger(__name__)
 

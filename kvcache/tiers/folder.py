@@ -13,9 +13,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvcache.tiers.address import ADDRESS_BYTES
-from kvcache.tiers.regular import open_regular
-from kvcache.tiers.store import TierError, TierIoError
+from kvmesh.kvcache.tiers.address import ADDRESS_BYTES
+from kvmesh.kvcache.tiers.regular import open_regular
+from kvmesh.kvcache.tiers.store import TierError, TierIoError
 
 MAX_FOLDERS = 1024
 _HEX = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * ADDRESS_BYTES}}}$")]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.store import Payload, TierError
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.store import Payload, TierError
 
 
 class HostStore:

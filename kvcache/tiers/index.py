@@ -12,10 +12,10 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from protocol.events import Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term
-from protocol.ids import EngineHash, SequenceHash
-from protocol.tiers import MEDIA, Tier
+from kvmesh.protocol.events import Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term
+from kvmesh.protocol.ids import EngineHash, SequenceHash
+from kvmesh.protocol.tiers import MEDIA, Tier
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvcache.tiers.regular import open_regular
-from kvcache.tiers.store import TierError, TierIoError
+from kvmesh.kvcache.tiers.regular import open_regular
+from kvmesh.kvcache.tiers.store import TierError, TierIoError
 
 T = TypeVar("T")
 

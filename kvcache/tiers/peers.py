@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvcache.pool import BlockPool, CommittedBlock
-from kvcache.tiers.address import content_address, root_address
-from kvcache.tiers.rates import ComputeRate, TierRates, blocks_to_load, tried_anyway
-from kvcache.tiers.stack import LATE_TIMES, LEAST_LATE_S, Prefix
-from protocol.ids import SequenceHash
-from protocol.messages import MAX_PREFIX_BLOCKS
+from kvmesh.kvcache.pool import BlockPool, CommittedBlock
+from kvmesh.kvcache.tiers.address import content_address, root_address
+from kvmesh.kvcache.tiers.rates import ComputeRate, TierRates, blocks_to_load, tried_anyway
+from kvmesh.kvcache.tiers.stack import LATE_TIMES, LEAST_LATE_S, Prefix
+from kvmesh.protocol.ids import SequenceHash
+from kvmesh.protocol.messages import MAX_PREFIX_BLOCKS
 
 OFFERED_SHARE = 4  # one block in so many of a pool may be pinned for peers
 FRESH_S = 300.0  # a rate that was measured longer ago is not reported: the network may be another one

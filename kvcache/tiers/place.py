@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(:[1-9][0-9]{0,4})?(/[A-Za-z0-9._~/-]*)?")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")

@@ -5,9 +5,9 @@ A block counts only if all blocks before it were found too, and if name and addr
 
 from collections.abc import Sequence
 
-from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.slots import follows
-from protocol.ids import SequenceHash
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.kvcache.tiers.slots import follows
+from kvmesh.protocol.ids import SequenceHash
 
 
 def restore(

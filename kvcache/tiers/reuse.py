@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from protocol.ids import SequenceHash
+from kvmesh.protocol.ids import SequenceHash
 
 
 class Reuse:

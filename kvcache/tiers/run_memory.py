@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.tiers.slots import PAGE_BYTES
-from kvcache.tiers.store import Payload
+from kvmesh.kvcache.tiers.slots import PAGE_BYTES
+from kvmesh.kvcache.tiers.store import Payload
 
 HUGE_BYTES = 2 << 20
 

@@ -13,10 +13,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import S3Store
 
-from kvcache.tiers.objects import ABSENT, MissingObjectError, StoredObject
-from kvcache.tiers.place import BucketPlace, check_endpoint
-from kvcache.tiers.store import TierIoError
-from protocol.errors import ConfigError
+from kvmesh.kvcache.tiers.objects import ABSENT, MissingObjectError, StoredObject
+from kvmesh.kvcache.tiers.place import BucketPlace, check_endpoint
+from kvmesh.kvcache.tiers.store import TierIoError
+from kvmesh.protocol.errors import ConfigError
 
 T = TypeVar("T")
 

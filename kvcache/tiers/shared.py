@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.tiers.bundle import HEAD_BYTES, bundle_name, chains, head_bytes, pack_head, read_head
-from kvcache.tiers.catalog import BlockPlace, Catalog, NamedBlock
-from kvcache.tiers.collect import SharedLimits, lease_to_write, to_collect
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.objects import ABSENT, MissingObjectError, Objects, StoredObject
-from kvcache.tiers.slots import SlotBody, checksum, pack_header
-from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
+from kvmesh.kvcache.tiers.bundle import HEAD_BYTES, bundle_name, chains, head_bytes, pack_head, read_head
+from kvmesh.kvcache.tiers.catalog import BlockPlace, Catalog, NamedBlock
+from kvmesh.kvcache.tiers.collect import SharedLimits, lease_to_write, to_collect
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.objects import ABSENT, MissingObjectError, Objects, StoredObject
+from kvmesh.kvcache.tiers.slots import SlotBody, checksum, pack_header
+from kvmesh.kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from kvcache.tiers.address import ADDRESS_BYTES, content_address, root_address
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.store import Payload, TierCorruptError, TierError
-from protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
-from protocol.ids import SequenceHash
+from kvmesh.kvcache.tiers.address import ADDRESS_BYTES, content_address, root_address
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.store import Payload, TierCorruptError, TierError
+from kvmesh.protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
+from kvmesh.protocol.ids import SequenceHash
 
 PAGE_BYTES = 4096  # what direct I/O is aligned to
 SLOT_VERSION = 1

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvcache.pool import BlockPool, CommittedBlock, PoolJournal
-from kvcache.tiers.address import content_address, root_address
-from kvcache.tiers.health import TierHealth
-from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.rates import ComputeRate, TierRates, blocks_to_load, tried_anyway
-from kvcache.tiers.reuse import Reuse
-from kvcache.tiers.twice import UsedTwice
-from protocol.ids import SequenceHash
-from protocol.tiers import Tier
+from kvmesh.kvcache.pool import BlockPool, CommittedBlock, PoolJournal
+from kvmesh.kvcache.tiers.address import content_address, root_address
+from kvmesh.kvcache.tiers.health import TierHealth
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.kvcache.tiers.rates import ComputeRate, TierRates, blocks_to_load, tried_anyway
+from kvmesh.kvcache.tiers.reuse import Reuse
+from kvmesh.kvcache.tiers.twice import UsedTwice
+from kvmesh.protocol.ids import SequenceHash
+from kvmesh.protocol.tiers import Tier
 
 Offload = Literal["ahead", "through"]
 AHEAD_SHARE = 8  # one block in so many of those that can be allocated is kept ready to be evicted

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.memory import KvRegion
-from kvcache.tiers.index import TierBlock
-from protocol.errors import MeshError
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.protocol.errors import MeshError
 
 Payload = NDArray[np.uint8]  # [block_bytes]: the bytes of one block
 

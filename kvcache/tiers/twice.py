@@ -7,7 +7,7 @@ computed again in between. All maps are bounded.
 from collections import deque
 from collections.abc import Sequence
 
-from protocol.ids import SequenceHash
+from kvmesh.protocol.ids import SequenceHash
 
 REMEMBERED = 1 << 18  # names of blocks that were asked for once
 

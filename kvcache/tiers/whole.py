@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.stack import TierStack
-from protocol.events import Digest, KvEvent
-from protocol.tiers import Tier
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.stack import TierStack
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.tiers import Tier
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 

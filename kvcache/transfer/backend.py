@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvcache.memory import KvRegion
-from kvcache.transfer.heads import BlockPart
-from protocol.errors import ConfigError
-from protocol.ids import WorkerId
-from protocol.messages import Ticket
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.transfer.heads import BlockPart
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Ticket
 
 
 class TransferBackend(Protocol):
@@ -49,11 +49,11 @@ class TransferBackend(Protocol):
 def open_backend(name: str) -> TransferBackend:
     match name:
         case "shm":
-            from kvcache.transfer.shm import ShmBackend
+            from kvmesh.kvcache.transfer.shm import ShmBackend
 
             return ShmBackend()
         case "nixl":
-            from kvcache.transfer.nixl import NixlBackend  # needs the nixl package, so imported here
+            from kvmesh.kvcache.transfer.nixl import NixlBackend  # needs the nixl package, so imported here
 
             return NixlBackend()
     raise ConfigError(f"no KV transfer backend {name!r}", hint="set --kv-transfer to nixl or shm")
@@ -63,7 +63,7 @@ def choose_backend(name: str) -> str:
     """Resolve "auto": nixl where it loads, else shm. Raises ConfigError if `name` cannot work here."""
     if name == "shm":
         return name
-    from kvcache.transfer.nixl import why_unavailable
+    from kvmesh.kvcache.transfer.nixl import why_unavailable
 
     reason = why_unavailable()
     if name == "auto":

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from protocol.errors import TransferError
-from protocol.messages import KvLayout
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.messages import KvLayout
 
 
 @dataclass(frozen=True, slots=True)

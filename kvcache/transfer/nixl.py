@@ -21,14 +21,14 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from kvcache.memory import KvRegion
-from kvcache.transfer.heads import BlockPart
-from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Spans, check_fetch, has_ended, plan_spans
-from mesh.address import split_address
-from mesh.silence import break_cut_connections
-from protocol.errors import ConfigError, TransferError
-from protocol.ids import WorkerId
-from protocol.messages import Ticket, decode, encode
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.transfer.heads import BlockPart
+from kvmesh.kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Spans, check_fetch, has_ended, plan_spans
+from kvmesh.mesh.address import split_address
+from kvmesh.mesh.silence import break_cut_connections
+from kvmesh.protocol.errors import ConfigError, TransferError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Ticket, decode, encode
 
 log = logging.getLogger(__name__)
 

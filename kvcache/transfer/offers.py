@@ -9,12 +9,12 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from kvcache.transfer.heads import BlockPart
-from mesh.safeguards import is_off
-from protocol.errors import OverloadedError, TransferError
-from protocol.ids import WorkerId, new_generation
-from protocol.kv_content import MAX_CONTENT_CHARS, PENDING, UNKNOWN, mismatch
-from protocol.messages import UNREADABLE, KvLayout, Ticket, decode, encode
+from kvmesh.kvcache.transfer.heads import BlockPart
+from kvmesh.mesh.safeguards import is_off
+from kvmesh.protocol.errors import OverloadedError, TransferError
+from kvmesh.protocol.ids import WorkerId, new_generation
+from kvmesh.protocol.kv_content import MAX_CONTENT_CHARS, PENDING, UNKNOWN, mismatch
+from kvmesh.protocol.messages import UNREADABLE, KvLayout, Ticket, decode, encode
 
 _CHECKS_NONCES = not is_off("nonce")
 NUM_SLOTS = 4096  # standing offers of one worker; each costs 8 bytes that peers can read

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
-from kvcache.transfer.backend import TransferBackend
-from kvcache.transfer.heads import HeadShard, plan_heads
-from protocol.errors import TransferError
-from protocol.messages import KvLayout, Ticket
+from kvmesh.kvcache.transfer.backend import TransferBackend
+from kvmesh.kvcache.transfer.heads import HeadShard, plan_heads
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.messages import KvLayout, Ticket
 
 
 async def fetch_heads(

@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcache.memory import KvRegion
-from kvcache.transfer.heads import BlockPart
-from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Spans, check_fetch, has_ended, plan_spans
-from protocol.errors import ConfigError, TransferError
-from protocol.ids import WorkerId, new_generation
-from protocol.messages import Ticket, decode, encode
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.transfer.heads import BlockPart
+from kvmesh.kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Spans, check_fetch, has_ended, plan_spans
+from kvmesh.protocol.errors import ConfigError, TransferError
+from kvmesh.protocol.ids import WorkerId, new_generation
+from kvmesh.protocol.messages import Ticket, decode, encode
 
 _HEADER_BYTES = 8 * (1 + NUM_SLOTS)
 Map = np.ndarray[Any, np.dtype[np.uint8]]  # the memory of a peer; unmapped when no reference is left

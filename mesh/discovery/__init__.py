@@ -9,14 +9,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from mesh.discovery.board import Change, Deleted, Put
-from mesh.discovery.file import FileDiscovery
-from mesh.discovery.static import USAGE as STATIC_USAGE
-from mesh.discovery.static import StaticDiscovery
-from mesh.discovery.store import Discovery, Registration, ShownByOwner
-from mesh.identity.credentials import Credentials
-from mesh.plane.server import Handler
-from protocol.errors import ConfigError
+from kvmesh.mesh.discovery.board import Change, Deleted, Put
+from kvmesh.mesh.discovery.file import FileDiscovery
+from kvmesh.mesh.discovery.static import USAGE as STATIC_USAGE
+from kvmesh.mesh.discovery.static import StaticDiscovery
+from kvmesh.mesh.discovery.store import Discovery, Registration, ShownByOwner
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.plane.server import Handler
+from kvmesh.protocol.errors import ConfigError
 
 __all__ = [
     "BACKENDS",
@@ -42,13 +42,13 @@ def open_file(rest: str, credentials: Credentials | None) -> Discovery:
 
 
 def open_etcd(rest: str, credentials: Credentials | None) -> Discovery:
-    from mesh.discovery.etcd import EtcdDiscovery  # gRPC takes 0.2 s to load
+    from kvmesh.mesh.discovery.etcd import EtcdDiscovery  # gRPC takes 0.2 s to load
 
     return EtcdDiscovery(rest)
 
 
 def open_kubernetes(rest: str, credentials: Credentials | None) -> Discovery:
-    from mesh.discovery.kubernetes import KubernetesDiscovery  # its HTTP client takes a while to load
+    from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery  # its HTTP client takes a while to load
 
     return KubernetesDiscovery(rest)
 

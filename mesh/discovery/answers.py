@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mesh.discovery.view import KeyView
-from protocol.errors import ConfigError, WireError
+from kvmesh.mesh.discovery.view import KeyView
+from kvmesh.protocol.errors import ConfigError, WireError
 
 LEASE_S = 10.0  # of the keys of an address that says nothing
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 5.0  # between two questions to an address that cannot be reached

@@ -22,11 +22,11 @@ from urllib.parse import parse_qsl
 import grpc
 from aetcd import rpc
 
-from mesh.discovery.board import Board, Change
-from mesh.discovery.place import Contact, SearchPlace
-from mesh.discovery.store import Registration
-from mesh.discovery.view import KeyView
-from protocol.errors import ConfigError, MeshError, UnreachableError
+from kvmesh.mesh.discovery.board import Board, Change
+from kvmesh.mesh.discovery.place import Contact, SearchPlace
+from kvmesh.mesh.discovery.store import Registration
+from kvmesh.mesh.discovery.view import KeyView
+from kvmesh.protocol.errors import ConfigError, MeshError, UnreachableError
 
 log = logging.getLogger(__name__)
 

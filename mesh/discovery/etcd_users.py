@@ -11,8 +11,8 @@ from typing import Any, Literal
 import grpc
 from aetcd import rpc
 
-from mesh.discovery.etcd import CALL_TIMEOUT_S, LOGIN_TIMEOUT_S, EtcdSettings, after, open_channel
-from protocol.errors import ConfigError, UnreachableError
+from kvmesh.mesh.discovery.etcd import CALL_TIMEOUT_S, LOGIN_TIMEOUT_S, EtcdSettings, after, open_channel
+from kvmesh.protocol.errors import ConfigError, UnreachableError
 
 ROOT = "root"
 HEALTH = "health"  # its password is the same word. It has no rights: it is for health checks, which have to log in

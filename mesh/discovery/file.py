@@ -20,11 +20,11 @@ from pathlib import Path
 from stat import S_ISREG
 from urllib.parse import quote, unquote
 
-from mesh.discovery.board import Board, Change
-from mesh.discovery.place import Contact, SearchPlace
-from mesh.discovery.store import Registration
-from mesh.discovery.view import KeyView
-from protocol.errors import ConfigError
+from kvmesh.mesh.discovery.board import Board, Change
+from kvmesh.mesh.discovery.place import Contact, SearchPlace
+from kvmesh.mesh.discovery.store import Registration
+from kvmesh.mesh.discovery.view import KeyView
+from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from mesh.discovery.board import Board, Change
-from mesh.discovery.kubernetes_follow import FINAL, CollectionFollower, is_believed, no_start
-from mesh.discovery.kubernetes_objects import (
+from kvmesh.mesh.discovery.board import Board, Change
+from kvmesh.mesh.discovery.kubernetes_follow import FINAL, CollectionFollower, is_believed, no_start
+from kvmesh.mesh.discovery.kubernetes_objects import (
     API_VERSION,
     MAX_KEY_CHARS,
     MAX_VALUE_BYTES,
@@ -38,12 +38,12 @@ from mesh.discovery.kubernetes_objects import (
     read_pod,
     read_revision,
 )
-from mesh.discovery.kubernetes_view import RETURN_S, PodView
-from mesh.discovery.own_cards import FIRST_WAIT_S, DeleteCard, OwnCards, WriteCard
-from mesh.discovery.place import Contact, SearchPlace
-from mesh.discovery.store import Registration
-from mesh.kubernetes_api import ACCOUNT_FOLDER, Account, ApiTarget, KubernetesApi, KubernetesError, account_of
-from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
+from kvmesh.mesh.discovery.kubernetes_view import RETURN_S, PodView
+from kvmesh.mesh.discovery.own_cards import FIRST_WAIT_S, DeleteCard, OwnCards, WriteCard
+from kvmesh.mesh.discovery.place import Contact, SearchPlace
+from kvmesh.mesh.discovery.store import Registration
+from kvmesh.mesh.kubernetes_api import ACCOUNT_FOLDER, Account, ApiTarget, KubernetesApi, KubernetesError, account_of
+from kvmesh.protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 
 log = logging.getLogger(__name__)
 

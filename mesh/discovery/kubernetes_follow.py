@@ -9,10 +9,10 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from mesh.discovery.kubernetes_objects import WatchEvent, read_event, read_page, read_revision, read_status
-from mesh.discovery.list_watch import ListPart, ListWatch, WaitFor, WatchFrom
-from mesh.kubernetes_api import ApiTarget, KubernetesApi, KubernetesError
-from protocol.errors import ConfigError, MeshError, UnreachableError, WireError
+from kvmesh.mesh.discovery.kubernetes_objects import WatchEvent, read_event, read_page, read_revision, read_status
+from kvmesh.mesh.discovery.list_watch import ListPart, ListWatch, WaitFor, WatchFrom
+from kvmesh.mesh.kubernetes_api import ApiTarget, KubernetesApi, KubernetesError
+from kvmesh.protocol.errors import ConfigError, MeshError, UnreachableError, WireError
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from protocol.errors import WireError
-from protocol.messages import UNREADABLE
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.messages import UNREADABLE
 
 GROUP = "kvmesh.dev"
 API_VERSION = f"{GROUP}/v1"

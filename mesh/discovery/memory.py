@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator
 
-from mesh.discovery.board import Board, Change
-from mesh.discovery.place import SearchPlace
-from mesh.discovery.store import Registration
+from kvmesh.mesh.discovery.board import Board, Change
+from kvmesh.mesh.discovery.place import SearchPlace
+from kvmesh.mesh.discovery.store import Registration
 
 
 class MemoryDiscovery:

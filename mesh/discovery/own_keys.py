@@ -5,10 +5,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from mesh.plane.server import Call
-from protocol.errors import ConfigError, OverloadedError
-from protocol.ids import new_generation
-from protocol.messages import Message
+from kvmesh.mesh.plane.server import Call
+from kvmesh.protocol.errors import ConfigError, OverloadedError
+from kvmesh.protocol.ids import new_generation
+from kvmesh.protocol.messages import Message
 
 METHOD = "discovery_keys"
 REPEAT_S = 3.0  # between two messages of an answer, at most

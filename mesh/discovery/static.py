@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from mesh.address import split_address
-from mesh.discovery.answers import LEASE_S, Answers, is_address, read_addresses
-from mesh.discovery.board import Board, Change
-from mesh.discovery.own_keys import METHOD, KeysNews, OwnKeys
-from mesh.discovery.place import Contact, SearchPlace
-from mesh.discovery.store import Registration
-from mesh.identity.credentials import Credentials
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Handler, PlaneServer
-from protocol.errors import ConfigError, DeadlineExceededError, InvalidRequestError, MeshError, UnreachableError
+from kvmesh.mesh.address import split_address
+from kvmesh.mesh.discovery.answers import LEASE_S, Answers, is_address, read_addresses
+from kvmesh.mesh.discovery.board import Board, Change
+from kvmesh.mesh.discovery.own_keys import METHOD, KeysNews, OwnKeys
+from kvmesh.mesh.discovery.place import Contact, SearchPlace
+from kvmesh.mesh.discovery.store import Registration
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Handler, PlaneServer
+from kvmesh.protocol.errors import ConfigError, DeadlineExceededError, InvalidRequestError, MeshError, UnreachableError
 
 log = logging.getLogger(__name__)
 

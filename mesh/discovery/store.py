@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from mesh.discovery.board import Change
-from mesh.discovery.place import SearchPlace
-from mesh.plane.server import Handler
+from kvmesh.mesh.discovery.board import Change
+from kvmesh.mesh.discovery.place import SearchPlace
+from kvmesh.mesh.plane.server import Handler
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from mesh.http.cors import Cors
-from mesh.http.errors import ForbiddenError, UnsupportedTypeError
-from protocol.errors import ConfigError
+from kvmesh.mesh.http.cors import Cors
+from kvmesh.mesh.http.errors import ForbiddenError, UnsupportedTypeError
+from kvmesh.protocol.errors import ConfigError
 
 AllowedHosts = Annotated[  # the type of a setting
     str,

@@ -18,9 +18,9 @@ from urllib.parse import unquote
 
 import httptools
 
-from mesh.http.cors import Cors
-from mesh.http.encodings import ACCEPTED, read_encodings
-from mesh.http.errors import (
+from kvmesh.mesh.http.cors import Cors
+from kvmesh.mesh.http.encodings import ACCEPTED, read_encodings
+from kvmesh.mesh.http.errors import (
     BodyTooLargeError,
     HeadTooLargeError,
     MethodNotAllowedError,
@@ -29,10 +29,10 @@ from mesh.http.errors import (
     http_failure,
     retry_after_s,
 )
-from mesh.http.half_close import AT_ONCE_S, PROBE_AFTER_S, HalfClosed, has_input
-from mesh.http.request import JSON, AccessLog, Channel, Reply, ReplyStream, Request
-from mesh.identity.credentials import ShownIdentity, member_of
-from protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from kvmesh.mesh.http.half_close import AT_ONCE_S, PROBE_AFTER_S, HalfClosed, has_input
+from kvmesh.mesh.http.request import JSON, AccessLog, Channel, Reply, ReplyStream, Request
+from kvmesh.mesh.identity.credentials import ShownIdentity, member_of
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedError
 
 log = logging.getLogger(__name__)
 

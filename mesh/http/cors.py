@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
-from mesh.http.request import Request
-from protocol.errors import ConfigError
+from kvmesh.mesh.http.request import Request
+from kvmesh.protocol.errors import ConfigError
 
 ANY = "*"
 PREFLIGHT_MAX_AGE_S = 7200  # the most that Chromium keeps

@@ -3,10 +3,10 @@
 import time
 from typing import Protocol
 
-from mesh.http.errors import ForbiddenError
-from mesh.http.request import Reply, ReplyStream, Request
-from mesh.identity import rights
-from mesh.identity.credentials import Credentials, ShownIdentity
+from kvmesh.mesh.http.errors import ForbiddenError
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request
+from kvmesh.mesh.identity import rights
+from kvmesh.mesh.identity.credentials import Credentials, ShownIdentity
 
 PROBED = ("/health", "/live")
 _TEXT = "text/plain"

@@ -3,8 +3,8 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mesh.http.errors import BodyTooLargeError, UnsupportedEncodingError
-from protocol.errors import InvalidRequestError
+from kvmesh.mesh.http.errors import BodyTooLargeError, UnsupportedEncodingError
+from kvmesh.protocol.errors import InvalidRequestError
 
 ACCEPTED = "gzip, deflate"
 MOST_LAYERS = 2  # encodings on one body

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import InvalidRequestError, MeshError
+from kvmesh.protocol.errors import InvalidRequestError, MeshError
 
 
 class BodyTooLargeError(InvalidRequestError):

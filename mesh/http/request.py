@@ -9,11 +9,11 @@ from urllib.parse import parse_qsl
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from mesh.exposition import page
-from mesh.http.encodings import decoded
-from mesh.identity.credentials import ShownIdentity
-from protocol.errors import InvalidRequestError
-from protocol.messages import UNREADABLE
+from kvmesh.mesh.exposition import page
+from kvmesh.mesh.http.encodings import decoded
+from kvmesh.mesh.identity.credentials import ShownIdentity
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import UNREADABLE
 
 T = TypeVar("T")
 JSON = "application/json"

@@ -12,20 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mesh.address import cannot_listen, join_address
-from mesh.http.accepting import Burst
-from mesh.http.browsers import BrowserPolicy, policy_of
-from mesh.http.connection import Connection, DateLine, refusal
-from mesh.http.cors import Cors, is_preflight
-from mesh.http.door import PLAIN_REFUSAL, Door, bare
-from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
-from mesh.http.files import make_room_for_files
-from mesh.http.request import AccessLog, Channel, Reply, ReplyStream, Request
-from mesh.identity.listening import MemberListener
-from mesh.memory import give_back_free_memory
-from mesh.room import Room
-from mesh.telemetry import ACCESS_LOG
-from protocol.errors import ConfigError, MeshError
+from kvmesh.mesh.address import cannot_listen, join_address
+from kvmesh.mesh.http.accepting import Burst
+from kvmesh.mesh.http.browsers import BrowserPolicy, policy_of
+from kvmesh.mesh.http.connection import Connection, DateLine, refusal
+from kvmesh.mesh.http.cors import Cors, is_preflight
+from kvmesh.mesh.http.door import PLAIN_REFUSAL, Door, bare
+from kvmesh.mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
+from kvmesh.mesh.http.files import make_room_for_files
+from kvmesh.mesh.http.request import AccessLog, Channel, Reply, ReplyStream, Request
+from kvmesh.mesh.identity.listening import MemberListener
+from kvmesh.mesh.memory import give_back_free_memory
+from kvmesh.mesh.room import Room
+from kvmesh.mesh.telemetry import ACCESS_LOG
+from kvmesh.protocol.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger(ACCESS_LOG)

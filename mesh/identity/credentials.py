@@ -15,10 +15,10 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 from msgspec import Meta
 
-from mesh.identity.names import Identity, MeshRole, expiry_of, identity_of
-from mesh.identity.rights import EVERYBODY, check_peer
-from mesh.watched_files import Stamp, WatchedFiles, stamp_of
-from protocol.errors import ConfigError, ExpiredError, IdentityError
+from kvmesh.mesh.identity.names import Identity, MeshRole, expiry_of, identity_of
+from kvmesh.mesh.identity.rights import EVERYBODY, check_peer
+from kvmesh.mesh.watched_files import Stamp, WatchedFiles, stamp_of
+from kvmesh.protocol.errors import ConfigError, ExpiredError, IdentityError
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from mesh.identity.credentials import CA, CERT, ISSUED, KEY
-from mesh.identity.names import SCHEME, Identity, check_name, identity_of_uri
-from protocol.errors import ConfigError, IdentityError
+from kvmesh.mesh.identity.credentials import CA, CERT, ISSUED, KEY
+from kvmesh.mesh.identity.names import SCHEME, Identity, check_name, identity_of_uri
+from kvmesh.protocol.errors import ConfigError, IdentityError
 
 CA_KEY = "ca-key.pem"
 CA_DAYS = 3650.0

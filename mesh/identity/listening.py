@@ -10,10 +10,10 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable
 
-from mesh.address import cannot_listen
-from mesh.identity.credentials import GOODBYE_S, HANDSHAKE_S, Credentials
-from mesh.identity.metrics import HANDSHAKES
-from mesh.identity.problems import handshake_problem
+from kvmesh.mesh.address import cannot_listen
+from kvmesh.mesh.identity.credentials import GOODBYE_S, HANDSHAKE_S, Credentials
+from kvmesh.mesh.identity.metrics import HANDSHAKES
+from kvmesh.mesh.identity.problems import handshake_problem
 
 log = logging.getLogger(__name__)
 

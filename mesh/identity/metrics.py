@@ -5,10 +5,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from mesh.identity.credentials import Credentials, open_credentials
-from mesh.identity.names import Identity, MeshRole
-from mesh.measure import locked_counter, locked_gauge
-from protocol.errors import ConfigError
+from kvmesh.mesh.identity.credentials import Credentials, open_credentials
+from kvmesh.mesh.identity.names import Identity, MeshRole
+from kvmesh.mesh.measure import locked_counter, locked_gauge
+from kvmesh.protocol.errors import ConfigError
 
 HANDSHAKES = locked_counter("kvmesh_tls_handshakes_total")
 EXPIRY = locked_gauge("kvmesh_tls_certificate_expiry_seconds")

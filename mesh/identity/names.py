@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from protocol.errors import IdentityError
+from kvmesh.protocol.errors import IdentityError
 
 SCHEME = "spiffe://kvmesh/"
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")

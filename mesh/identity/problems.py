@@ -2,7 +2,7 @@
 
 import ssl
 
-from protocol.errors import IdentityError
+from kvmesh.protocol.errors import IdentityError
 
 _ALERTS = {  # what the peer thinks of our certificate, by OpenSSL's names of TLS alerts
     "CERTIFICATE_EXPIRED": ("this process's certificate has expired", "renew it with `kvmesh certs rotate`"),

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from mesh.identity.names import Identity, MeshRole
-from protocol.errors import IdentityError
+from kvmesh.mesh.identity.names import Identity, MeshRole
+from kvmesh.protocol.errors import IdentityError
 
 FRONTEND, ROUTER, WORKER, PLANNER = MeshRole.FRONTEND, MeshRole.ROUTER, MeshRole.WORKER, MeshRole.PLANNER
 GATEWAY, OPERATOR, OBSERVER = MeshRole.GATEWAY, MeshRole.OPERATOR, MeshRole.OBSERVER

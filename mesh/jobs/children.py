@@ -17,7 +17,7 @@ from typing import cast
 
 import msgspec
 
-from mesh.jobs.frames import (
+from kvmesh.mesh.jobs.frames import (
     FORK,
     HEADER_BYTES,
     KILL,
@@ -30,8 +30,8 @@ from mesh.jobs.frames import (
     framed,
     report_decoder,
 )
-from mesh.jobs.zygote import OUT_OF_MEMORY
-from protocol.errors import EngineError
+from kvmesh.mesh.jobs.zygote import OUT_OF_MEMORY
+from kvmesh.protocol.errors import EngineError
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Children:
             self._control, self._ready = ours, loop.create_future()
             descriptor = theirs.fileno()
             self._process = subprocess.Popen(  # noqa: ASYNC220 - one of the loop would have to be awaited at its end
-                (sys.executable, "-P", "-m", "mesh.jobs.zygote", str(descriptor)),
+                (sys.executable, "-P", "-m", "kvmesh.mesh.jobs.zygote", str(descriptor)),
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

@@ -1,4 +1,4 @@
-"""The program that killable children are forked from: `python -P -m mesh.jobs.zygote <descriptor>`.
+"""The program that killable children are forked from: `python -P -m kvmesh.mesh.jobs.zygote <descriptor>`.
 
 The zygote prepares once what all children need and then only forks. It has a single thread, so a fork is safe, which it
 would not be in a process with an event loop, torch or NIXL. Children die with the zygote, the zygote with its parent.
@@ -17,8 +17,19 @@ from types import FrameType
 
 import msgspec
 
-from mesh.jobs.frames import FORK, HEADER_BYTES, MAX_FRAME_BYTES, Broken, Ended, Forked, Ready, Report, Setup, framed
-from mesh.lifecycle import die_with
+from kvmesh.mesh.jobs.frames import (
+    FORK,
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    Broken,
+    Ended,
+    Forked,
+    Ready,
+    Report,
+    Setup,
+    framed,
+)
+from kvmesh.mesh.lifecycle import die_with
 
 Handler = Callable[[bytes], bytes]
 OUT_OF_MEMORY = 9  # exit code of a child that Python refused memory

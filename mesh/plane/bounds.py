@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mesh.plane.frames import MAX_CALL_BYTES, MAX_FRAME_BYTES
-from mesh.plane.metrics import ASSEMBLING_BYTES, CONNECTIONS, HANGUPS, UNSENT_BYTES
-from mesh.room import Room, Seat, who_leaves
-from protocol.errors import OverloadedError
+from kvmesh.mesh.plane.frames import MAX_CALL_BYTES, MAX_FRAME_BYTES
+from kvmesh.mesh.plane.metrics import ASSEMBLING_BYTES, CONNECTIONS, HANGUPS, UNSENT_BYTES
+from kvmesh.mesh.room import Room, Seat, who_leaves
+from kvmesh.protocol.errors import OverloadedError
 
 MIB = 1 << 20
 

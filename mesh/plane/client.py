@@ -11,15 +11,15 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from mesh.address import split_address
-from mesh.deadlines import Deadlines
-from mesh.identity.connecting import connected_socket
-from mesh.identity.credentials import GOODBYE_S, HANDSHAKE_S, Credentials
-from mesh.identity.problems import refused_by
-from mesh.identity.reading import SharedBuffer
-from mesh.identity.rights import METHODS
-from mesh.plane.bounds import CLIENT_LIMITS, Bounds, PlaneLimits
-from mesh.plane.frames import (
+from kvmesh.mesh.address import split_address
+from kvmesh.mesh.deadlines import Deadlines
+from kvmesh.mesh.identity.connecting import connected_socket
+from kvmesh.mesh.identity.credentials import GOODBYE_S, HANDSHAKE_S, Credentials
+from kvmesh.mesh.identity.problems import refused_by
+from kvmesh.mesh.identity.reading import SharedBuffer
+from kvmesh.mesh.identity.rights import METHODS
+from kvmesh.mesh.plane.bounds import CLIENT_LIMITS, Bounds, PlaneLimits
+from kvmesh.mesh.plane.frames import (
     MAX_CALL_BYTES,
     MAX_FRAME_BYTES,
     OUR_HELLO,
@@ -31,10 +31,10 @@ from mesh.plane.frames import (
     Open,
     Ping,
 )
-from mesh.plane.link import FAREWELL, Link
-from mesh.plane.metrics import REPEATED
-from mesh.safeguards import is_off
-from protocol.errors import (
+from kvmesh.mesh.plane.link import FAREWELL, Link
+from kvmesh.mesh.plane.metrics import REPEATED
+from kvmesh.mesh.safeguards import is_off
+from kvmesh.protocol.errors import (
     DeadlineExceededError,
     IdentityError,
     MeshError,
@@ -42,7 +42,7 @@ from protocol.errors import (
     UnreachableError,
     WireError,
 )
-from protocol.messages import UNREADABLE, decode, decoder, encode, error_of, unreadable
+from kvmesh.protocol.messages import UNREADABLE, decode, decoder, encode, error_of, unreadable
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.errors import WireError
-from protocol.messages import UNREADABLE, Failure
-from protocol.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASE, UNNAMED_PROTOCOL, Versions
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.messages import UNREADABLE, Failure
+from kvmesh.protocol.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASE, UNNAMED_PROTOCOL, Versions
 
 FRAMING = 2  # the layout of frames; the protocol's version counts everything else
 MAX_FRAME_BYTES = 32 << 20  # of an answer: the logprobs of a prompt have some 10 MB

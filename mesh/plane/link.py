@@ -11,15 +11,15 @@ from typing import cast
 
 import msgspec
 
-from mesh.identity.credentials import ShownIdentity, member_of
-from mesh.identity.listening import ToldOnce
-from mesh.plane.bounds import Bounds
-from mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
-from mesh.plane.metrics import HANGUPS
-from mesh.plane.peer_watch import PeerWatch
-from mesh.silence import probe_when_silent
-from protocol.errors import IdentityError, MeshError, WireError
-from protocol.messages import failure_of
+from kvmesh.mesh.identity.credentials import ShownIdentity, member_of
+from kvmesh.mesh.identity.listening import ToldOnce
+from kvmesh.mesh.plane.bounds import Bounds
+from kvmesh.mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
+from kvmesh.mesh.plane.metrics import HANGUPS
+from kvmesh.mesh.plane.peer_watch import PeerWatch
+from kvmesh.mesh.silence import probe_when_silent
+from kvmesh.protocol.errors import IdentityError, MeshError, WireError
+from kvmesh.protocol.messages import failure_of
 
 log = logging.getLogger(__name__)
 

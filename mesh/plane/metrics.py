@@ -1,6 +1,6 @@
 """All metrics of the request plane, of the servers and clients of one process together."""
 
-from mesh.measure import counter, gauge
+from kvmesh.mesh.measure import counter, gauge
 
 CONNECTIONS = gauge("kvmesh_plane_connections")
 ASSEMBLING_BYTES = gauge("kvmesh_plane_assembling_bytes")

@@ -4,9 +4,9 @@ import asyncio
 import socket
 from typing import Protocol
 
-from mesh.plane.frames import Frame, Ping
-from mesh.plane.pulse import CALM, HASTY, Act, Pulse
-from mesh.silence import wire_of
+from kvmesh.mesh.plane.frames import Frame, Ping
+from kvmesh.mesh.plane.pulse import CALM, HASTY, Act, Pulse
+from kvmesh.mesh.silence import wire_of
 
 WIRE_CHECK_S = 0.5  # while streams are open and what was sent may be on its way
 CUT_CHECKS = 2  # a wire that is found cut so often in a row is given up

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from mesh.identity.credentials import Credentials
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, Handler
-from protocol.errors import MeshError, OverloadedError
-from protocol.messages import Clock, PeerProbe, ProbePeer, decode
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, Handler
+from kvmesh.protocol.errors import MeshError, OverloadedError
+from kvmesh.protocol.messages import Clock, PeerProbe, ProbePeer, decode
 
 PROBE_S = 20.0  # that a whole probe may take
 ANSWER_S = 3.0

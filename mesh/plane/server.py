@@ -5,15 +5,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from mesh.address import cannot_listen, join_address
-from mesh.identity import rights
-from mesh.identity.credentials import Credentials, ShownIdentity
-from mesh.identity.listening import MemberListener, ToldOnce
-from mesh.identity.names import Identity
-from mesh.identity.reading import SharedBuffer
-from mesh.identity.rights import may_call
-from mesh.plane.bounds import SERVER_LIMITS, Bounds, PlaneLimits
-from mesh.plane.frames import (
+from kvmesh.mesh.address import cannot_listen, join_address
+from kvmesh.mesh.identity import rights
+from kvmesh.mesh.identity.credentials import Credentials, ShownIdentity
+from kvmesh.mesh.identity.listening import MemberListener, ToldOnce
+from kvmesh.mesh.identity.names import Identity
+from kvmesh.mesh.identity.reading import SharedBuffer
+from kvmesh.mesh.identity.rights import may_call
+from kvmesh.mesh.plane.bounds import SERVER_LIMITS, Bounds, PlaneLimits
+from kvmesh.mesh.plane.frames import (
     COPIED_BYTES,
     FRAMING,
     MAX_CALL_BYTES,
@@ -28,10 +28,10 @@ from mesh.plane.frames import (
     Open,
     encode_frame,
 )
-from mesh.plane.link import FAREWELL, Link
-from mesh.plane.metrics import REPEATED
-from mesh.safeguards import is_off
-from protocol.errors import (
+from kvmesh.mesh.plane.link import FAREWELL, Link
+from kvmesh.mesh.plane.metrics import REPEATED
+from kvmesh.mesh.safeguards import is_off
+from kvmesh.protocol.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
     DrainingError,
@@ -43,8 +43,8 @@ from protocol.errors import (
     UnreachableError,
     WireError,
 )
-from protocol.messages import encode, failure_of
-from protocol.version import NEIGHBOURS, VersionError, common_version
+from kvmesh.protocol.messages import encode, failure_of
+from kvmesh.protocol.version import NEIGHBOURS, VersionError, common_version
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.config import ServiceConfig, has_prefill_role
-from planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
-from planner.connectors.steps import applied_of, steps_to
-from planner.model import RoleFleet, ScalingDecision
+from kvmesh.planner.config import ServiceConfig, has_prefill_role
+from kvmesh.planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
+from kvmesh.planner.connectors.steps import applied_of, steps_to
+from kvmesh.planner.model import RoleFleet, ScalingDecision
 
 LIST_TIMEOUT_S = 20.0
 SCALE_TIMEOUT_S = 180.0  # compose waits for containers that stop, up to their stop_grace_period

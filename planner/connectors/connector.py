@@ -5,8 +5,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from planner.model import RoleFleet, ScalingDecision
-from protocol.errors import ConfigError, MeshError
+from kvmesh.planner.model import RoleFleet, ScalingDecision
+from kvmesh.protocol.errors import ConfigError, MeshError
 
 
 class ConnectorError(MeshError):

@@ -1,9 +1,9 @@
 """Change nothing, and report what would have been ordered. The workers are those that have joined the mesh."""
 
-from planner.config import ServiceConfig
-from planner.connectors.connector import Applied, Fleets, Present
-from planner.connectors.steps import applied_of
-from planner.model import ScalingDecision
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.connectors.connector import Applied, Fleets, Present
+from kvmesh.planner.connectors.steps import applied_of
+from kvmesh.planner.model import ScalingDecision
 
 
 class DryRunConnector:

@@ -6,9 +6,9 @@ Every kind passes tests/contracts/test_planner_connectors.py.
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from planner.config import ServiceConfig
-from planner.connectors import compose, dry_run, kubernetes, local, virtual
-from planner.connectors.connector import Connector, Present
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.connectors import compose, dry_run, kubernetes, local, virtual
+from kvmesh.planner.connectors.connector import Connector, Present
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ The account needs `get` on the workloads, `get` and `patch` on their /scale: doc
 
 from typing import Any
 
-from mesh.kubernetes_api import Account, ApiTarget, KubernetesApi, KubernetesError, account_of
-from planner.config import ServiceConfig, has_prefill_role
-from planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
-from planner.connectors.steps import applied_of, steps_to
-from planner.model import RoleFleet, ScalingDecision
-from protocol.errors import ConfigError
+from kvmesh.mesh.kubernetes_api import Account, ApiTarget, KubernetesApi, KubernetesError, account_of
+from kvmesh.planner.config import ServiceConfig, has_prefill_role
+from kvmesh.planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
+from kvmesh.planner.connectors.steps import applied_of, steps_to
+from kvmesh.planner.model import RoleFleet, ScalingDecision
+from kvmesh.protocol.errors import ConfigError
 
 TRIES = 3  # of a patch that conflicts with another change
 _KINDS = {

@@ -5,10 +5,10 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from mesh.bodies import bounded
-from planner.config import ServiceConfig, decoding_role
-from planner.connectors.connector import Applied, ConnectorError, Fleets, Present
-from planner.connectors.local_api import (
+from kvmesh.mesh.bodies import bounded
+from kvmesh.planner.config import ServiceConfig, decoding_role
+from kvmesh.planner.connectors.connector import Applied, ConnectorError, Fleets, Present
+from kvmesh.planner.connectors.local_api import (
     MAX_BODY_BYTES,
     Flipped,
     FlipRequest,
@@ -17,10 +17,10 @@ from planner.connectors.local_api import (
     ScaleRequest,
     WorkersReport,
 )
-from planner.connectors.steps import applied_of, steps_to
-from planner.model import RoleFleet, ScalingDecision
-from protocol.errors import ConfigError, WireError
-from protocol.messages import UNREADABLE, Role
+from kvmesh.planner.connectors.steps import applied_of, steps_to
+from kvmesh.planner.model import RoleFleet, ScalingDecision
+from kvmesh.protocol.errors import ConfigError, WireError
+from kvmesh.protocol.messages import UNREADABLE, Role
 
 TIMEOUT_S = 15.0
 T = TypeVar("T")

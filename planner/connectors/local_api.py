@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from protocol.messages import Role
+from kvmesh.protocol.messages import Role
 
 MAX_BODY_BYTES = 64 << 10
 MAX_WORKERS = 256  # of a role on one host

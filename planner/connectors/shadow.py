@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Literal
 
-from planner.connectors.connector import Applied, Connector, Fleets
-from planner.connectors.steps import applied_of, steps_to
-from planner.model import RoleFleet, ScalingDecision
+from kvmesh.planner.connectors.connector import Applied, Connector, Fleets
+from kvmesh.planner.connectors.steps import applied_of, steps_to
+from kvmesh.planner.model import RoleFleet, ScalingDecision
 
 
 class ShadowConnector:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.connectors.connector import Applied, Fleets
-from planner.model import RoleFleet, ScalingDecision
+from kvmesh.planner.connectors.connector import Applied, Fleets
+from kvmesh.planner.model import RoleFleet, ScalingDecision
 
 RoleName = Literal["prefill", "decode"]
 

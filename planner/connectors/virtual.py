@@ -18,16 +18,16 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from mesh.http.door import Door, door_of
-from mesh.http.errors import NotFoundError, UnauthorizedError
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import App, HttpLimits, Route, listening
-from mesh.identity.credentials import open_credentials
-from planner.config import ServiceConfig
-from planner.connectors.connector import Applied, ConnectorError, Fleets, Present
-from planner.connectors.steps import applied_of
-from planner.model import Flip, RoleFleet, ScalingDecision
-from protocol.errors import ConfigError, InvalidRequestError, MeshError
+from kvmesh.mesh.http.door import Door, door_of
+from kvmesh.mesh.http.errors import NotFoundError, UnauthorizedError
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import App, HttpLimits, Route, listening
+from kvmesh.mesh.identity.credentials import open_credentials
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.connectors.connector import Applied, ConnectorError, Fleets, Present
+from kvmesh.planner.connectors.steps import applied_of
+from kvmesh.planner.model import Flip, RoleFleet, ScalingDecision
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError, MeshError
 
 log = logging.getLogger(__name__)
 

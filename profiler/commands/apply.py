@@ -8,17 +8,17 @@ from pathlib import Path
 from msgspec.structs import replace
 from rich.console import Console
 
-from cluster.config import ClusterConfig, UpConfig
-from cluster.running import running_cluster
-from mesh.lifecycle import run, unless_stopped
-from planner.config import ServiceConfig
-from planner.record import Record, read_records
-from profiler.commands.plan_settings import PlanConfig
-from profiler.deployment.deployment import Deployment
-from profiler.deployment.kept import DeploymentJudge, corrected_profile
-from profiler.deployment.request import DeploymentRequest
-from profiler.picks import pick
-from protocol.errors import ConfigError
+from kvmesh.cluster.config import ClusterConfig, UpConfig
+from kvmesh.cluster.running import running_cluster
+from kvmesh.mesh.lifecycle import run, unless_stopped
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.record import Record, read_records
+from kvmesh.profiler.commands.plan_settings import PlanConfig
+from kvmesh.profiler.deployment.deployment import Deployment
+from kvmesh.profiler.deployment.kept import DeploymentJudge, corrected_profile
+from kvmesh.profiler.deployment.request import DeploymentRequest
+from kvmesh.profiler.picks import pick
+from kvmesh.protocol.errors import ConfigError
 
 LOOK_S = 1.0
 RECORDS = 64  # that are read at a look; a planner writes one in some seconds

@@ -9,15 +9,15 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from mesh.config import load
-from profiler.estimate import Estimator, estimate_profile
-from profiler.files import profile_path, write_profile
-from profiler.gpus import GPUS, Gpu, find_gpu
-from profiler.roofline import Roofline, Shares
-from profiler.shape import ModelShape, read_shape
-from protocol.errors import ConfigError
-from protocol.profile import Profile
-from workers.engines.mapping import ParallelMapping, parse_mapping
+from kvmesh.mesh.config import load
+from kvmesh.profiler.estimate import Estimator, estimate_profile
+from kvmesh.profiler.files import profile_path, write_profile
+from kvmesh.profiler.gpus import GPUS, Gpu, find_gpu
+from kvmesh.profiler.roofline import Roofline, Shares
+from kvmesh.profiler.shape import ModelShape, read_shape
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
+from kvmesh.workers.engines.mapping import ParallelMapping, parse_mapping
 
 
 class EstimateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +99,7 @@ def open_estimator(
     if config.provider == "roofline":
         reached = f"{config.compute_share:g} of the FLOP/s and {config.memory_share:g} of the bandwidth"
         return roofline, f"{counted}; {reached} of the {gpu.name}'s data sheet"
-    from profiler.aiconfigurator import AiConfigurator
+    from kvmesh.profiler.aiconfigurator import AiConfigurator
 
     estimator = AiConfigurator(Path(config.model_path), gpu, mapping, config.engine, roofline.limits)
     return estimator, f"{counted}; aiconfigurator {estimator.version}; KV tokens by the roofline"

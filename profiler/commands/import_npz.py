@@ -7,12 +7,12 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from mesh.config import load
-from profiler.files import profile_path, write_profile
-from profiler.npz import read_npz
-from protocol.errors import ConfigError
-from protocol.profile import Profile
-from workers.engines.mapping import parse_mapping
+from kvmesh.mesh.config import load
+from kvmesh.profiler.files import profile_path, write_profile
+from kvmesh.profiler.npz import read_npz
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
+from kvmesh.workers.engines.mapping import parse_mapping
 
 
 class ImportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

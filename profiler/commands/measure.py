@@ -14,12 +14,12 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load
-from mesh.lifecycle import run
-from profiler.endpoint import Known, MeasuredServer, check_url
-from profiler.files import profile_path, write_profile
-from profiler.grid import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load
+from kvmesh.mesh.lifecycle import run
+from kvmesh.profiler.endpoint import Known, MeasuredServer, check_url
+from kvmesh.profiler.files import profile_path, write_profile
+from kvmesh.profiler.grid import (
     DecodePoint,
     Point,
     PrefillPoint,
@@ -28,14 +28,14 @@ from profiler.grid import (
     prefill_table,
     widest_spread,
 )
-from profiler.inprocess import MeasuredEngine
-from profiler.journal import Journal, Subject
-from profiler.measure import MeasuredWorker, MeasurePlan, first_of, measure, work_left, work_of
-from protocol.errors import ConfigError, MeshError
-from protocol.profile import Profile
-from workers.config import WorkerConfig
-from workers.engines.mapping import parse_mapping
-from workers.engines.registry import StartedEngineName
+from kvmesh.profiler.inprocess import MeasuredEngine
+from kvmesh.profiler.journal import Journal, Subject
+from kvmesh.profiler.measure import MeasuredWorker, MeasurePlan, first_of, measure, work_left, work_of
+from kvmesh.protocol.errors import ConfigError, MeshError
+from kvmesh.protocol.profile import Profile
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.mapping import parse_mapping
+from kvmesh.workers.engines.registry import StartedEngineName
 
 
 class MeasureConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,7 +177,7 @@ def jobs_of(config: MeasureConfig) -> list[Measurement]:
 
 
 def engine_target(worker: WorkerConfig) -> MeasuredEngine:
-    from workers.engines.opening import open_engine
+    from kvmesh.workers.engines.opening import open_engine
 
     return MeasuredEngine(open_engine(worker))
 

@@ -9,20 +9,20 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from mesh.config import load
-from profiler.commands.apply import apply, settings_of
-from profiler.commands.plan_settings import PlanConfig
-from profiler.deployment.chart import chart_values
-from profiler.deployment.compose import compose_override
-from profiler.deployment.deployment import Deployment, warnings_of
-from profiler.deployment.planner_settings import planner_toml
-from profiler.deployment.request import DeploymentRequest, read_request
-from profiler.files import read_profiles, write_profile
-from profiler.page import page_of
-from profiler.picks import Goal, Option, Picks, pick
-from profiler.picture import draw_front
-from protocol.errors import ConfigError
-from protocol.profile import Profile
+from kvmesh.mesh.config import load
+from kvmesh.profiler.commands.apply import apply, settings_of
+from kvmesh.profiler.commands.plan_settings import PlanConfig
+from kvmesh.profiler.deployment.chart import chart_values
+from kvmesh.profiler.deployment.compose import compose_override
+from kvmesh.profiler.deployment.deployment import Deployment, warnings_of
+from kvmesh.profiler.deployment.planner_settings import planner_toml
+from kvmesh.profiler.deployment.request import DeploymentRequest, read_request
+from kvmesh.profiler.files import read_profiles, write_profile
+from kvmesh.profiler.page import page_of
+from kvmesh.profiler.picks import Goal, Option, Picks, pick
+from kvmesh.profiler.picture import draw_front
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
 
 SHOWN_ROWS = 12
 

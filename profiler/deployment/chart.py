@@ -5,9 +5,9 @@ import tomllib
 from pathlib import PurePosixPath
 from typing import Any
 
-from profiler.deployment.deployment import BUILT_IN_MODEL, Deployment, sizing_flags, title_of
-from profiler.deployment.planner_settings import planner_toml
-from profiler.deployment.yaml_files import to_yaml
+from kvmesh.profiler.deployment.deployment import BUILT_IN_MODEL, Deployment, sizing_flags, title_of
+from kvmesh.profiler.deployment.planner_settings import planner_toml
+from kvmesh.profiler.deployment.yaml_files import to_yaml
 
 PROFILES = "kvmesh-plan"  # the ConfigMap with both profiles
 MOUNT = "/profiles"  # where the chart mounts it

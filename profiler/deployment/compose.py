@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from profiler.deployment.deployment import BUILT_IN_MODEL, Deployment, title_of, worker_flags
-from profiler.deployment.yaml_files import to_yaml
+from kvmesh.profiler.deployment.deployment import BUILT_IN_MODEL, Deployment, title_of, worker_flags
+from kvmesh.profiler.deployment.yaml_files import to_yaml
 
 PLAN_FOLDER = "/etc/kvmesh/plan"  # of the planner's container
 SHARED_MEMORY = "8g"  # for the processes of one engine
@@ -17,7 +17,7 @@ def compose_override(deployment: Deployment) -> str:
     services["frontend"] = {"environment": counting}
     services["router"] = {"environment": {"KVMESH_ROUTER_SLO_ITL_S": itl_slo_s}}
     services["planner"] = {
-        "command": ["python", "-m", "planner", "--config", f"{PLAN_FOLDER}/planner.toml", "--log-format", "json"],
+        "command": ["kvmesh", "planner", "--config", f"{PLAN_FOLDER}/planner.toml", "--log-format", "json"],
         "volumes": [f"${{KVMESH_PLAN:?set it to the folder of this file}}:{PLAN_FOLDER}:ro"],
     }
     head = [
@@ -32,7 +32,7 @@ def compose_override(deployment: Deployment) -> str:
 
 def _compose_worker(deployment: Deployment, role: str) -> dict[str, Any]:
     """Return a scaled service. Each worker takes its name and address from its container."""
-    words = ["python", "-m", "workers", "--name", f"{role}-$$(hostname)", "--advertise-host", "$$(hostname -i)"]
+    words = ["kvmesh", "worker", "--name", f"{role}-$$(hostname)", "--advertise-host", "$$(hostname -i)"]
     line = " ".join([*words, *map(_shell_word, worker_flags(deployment, role))])
     profile = deployment.profile(role)
     service: dict[str, Any] = {

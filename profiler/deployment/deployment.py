@@ -2,14 +2,14 @@
 
 from msgspec import Struct
 
-from planner.model import Reason
-from planner.slo import Aim
-from profiler.picks import Goal, Option
-from protocol.errors import ConfigError
-from protocol.profile import Profile
-from protocol.version import RELEASE
-from workers.engines.mapping import parse_mapping
-from workers.engines.registry import ENGINES, STARTED
+from kvmesh.planner.model import Reason
+from kvmesh.planner.slo import Aim
+from kvmesh.profiler.picks import Goal, Option
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
+from kvmesh.protocol.version import RELEASE
+from kvmesh.workers.engines.mapping import parse_mapping
+from kvmesh.workers.engines.registry import ENGINES, STARTED
 
 BUILT_IN_MODEL = "/models/tiny"  # in our image
 IN_THE_IMAGE = {kind.name for kind in ENGINES.values() if kind.is_bundled}
@@ -96,7 +96,7 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
 
 
 def worker_flags(deployment: Deployment, role: str) -> list[str]:
-    """Return the flags of `python -m workers`, without its name, its addresses and discovery."""
+    """Return the flags of `kvmesh worker`, without its name, its addresses and discovery."""
     profile = deployment.profile(role)
     flags = ["--role", role, "--engine", deployment.engine(role), "--model-path", deployment.model_path]
     flags += ["--model", profile.model, "--host", "0.0.0.0", "--metrics-port", "9100"]

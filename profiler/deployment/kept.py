@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from planner.record import Record
-from planner.slo import sentence_of
-from protocol.profile import Profile
+from kvmesh.planner.record import Record
+from kvmesh.planner.slo import sentence_of
+from kvmesh.protocol.profile import Profile
 
 WRONG = 1.25  # a profile is wrong if observed times are that many times the profile's, or the profile's the observed
 PLANS = 3  # in a row that must say so

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from profiler.deployment.compose import PLAN_FOLDER
-from profiler.deployment.deployment import Deployment
+from kvmesh.profiler.deployment.compose import PLAN_FOLDER
+from kvmesh.profiler.deployment.deployment import Deployment
 
 
 def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:

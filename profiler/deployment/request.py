@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from planner.slo import Aim, SloStatement, read_statements
-from protocol.errors import ConfigError
-from protocol.messages import UNREADABLE
+from kvmesh.planner.slo import Aim, SloStatement, read_statements
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_REQUEST_BYTES = 1 << 20
 

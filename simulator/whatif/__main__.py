@@ -1,6 +1,6 @@
 """Answer one question in a process of its own: AskedMesh as a line of JSON comes in, lines of an access log follow.
 
-Out comes one JSON object: the report, or `refused` and `hint`. A frontend starts it as `python -m simulator.whatif`.
+Out comes one JSON object: the report, or `refused` and `hint`. Frontends start `python -m kvmesh.simulator.whatif`.
 """
 
 import os
@@ -9,12 +9,12 @@ import sys
 
 import msgspec
 
-from frontend.whatif.question import AskedMesh
-from protocol.errors import MeshError
-from protocol.messages import UNREADABLE
-from simulator.access_log import in_order
-from simulator.whatif.answer import answer
-from simulator.whatif.traffic import is_generation
+from kvmesh.frontend.whatif.question import AskedMesh
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.messages import UNREADABLE
+from kvmesh.simulator.access_log import in_order
+from kvmesh.simulator.whatif.answer import answer
+from kvmesh.simulator.whatif.traffic import is_generation
 
 CPU_S = 120
 NICER = 10  # than the mesh

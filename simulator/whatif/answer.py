@@ -6,13 +6,13 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from frontend.whatif.question import FEWEST_JUDGED, PastMesh, WhatIfQuestion
-from protocol.errors import ConfigError
-from simulator.access_log import AccessLine
-from simulator.config import SimConfig
-from simulator.open_request import SimAnswer
-from simulator.whatif.cases import FleetCounts, WhatIfCase, cases_of, check_size, fleet_of
-from simulator.whatif.figures import (
+from kvmesh.frontend.whatif.question import FEWEST_JUDGED, PastMesh, WhatIfQuestion
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator.access_log import AccessLine
+from kvmesh.simulator.config import SimConfig
+from kvmesh.simulator.open_request import SimAnswer
+from kvmesh.simulator.whatif.cases import FleetCounts, WhatIfCase, cases_of, check_size, fleet_of
+from kvmesh.simulator.whatif.figures import (
     MOST_ERROR,
     FigureError,
     ServedRequest,
@@ -21,10 +21,10 @@ from simulator.whatif.figures import (
     figures_of,
     worst_of,
 )
-from simulator.whatif.speeds import WorkerSpeeds, calibrated, first_guess
-from simulator.whatif.traffic import PastRequest, PastTraffic, read_traffic
-from simulator.whatif.turns import with_turns
-from simulator.world import simulate
+from kvmesh.simulator.whatif.speeds import WorkerSpeeds, calibrated, first_guess
+from kvmesh.simulator.whatif.traffic import PastRequest, PastTraffic, read_traffic
+from kvmesh.simulator.whatif.turns import with_turns
+from kvmesh.simulator.world import simulate
 
 AS_IT_WAS = "as it was"
 Tell = Callable[[str], object]

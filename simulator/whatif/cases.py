@@ -7,10 +7,10 @@ from itertools import product
 from msgspec import Struct
 from msgspec.structs import replace
 
-from frontend.whatif.question import PastMesh, WhatIfQuestion
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from router.policies import POLICIES, Policy
+from kvmesh.frontend.whatif.question import PastMesh, WhatIfQuestion
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.router.policies import POLICIES, Policy
 
 MOST_CASES = 12
 MOST_WORKERS = 4096

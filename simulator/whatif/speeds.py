@@ -15,10 +15,10 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from protocol.profile import DecodeTable, PrefillTable, Profile
-from protocol.timing import KV_BYTES_PER_TOKEN
-from simulator.open_request import SimAnswer
-from simulator.whatif.traffic import PastRequest
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.protocol.timing import KV_BYTES_PER_TOKEN
+from kvmesh.simulator.open_request import SimAnswer
+from kvmesh.simulator.whatif.traffic import PastRequest
 
 ROUNDS = 5  # simulations of the fitted half, at most
 CLOSE = 0.02  # relative: scaling ends

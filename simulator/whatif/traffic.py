@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from frontend.service_level import NO_LIMIT
-from frontend.timeline import EMBEDDINGS
-from frontend.whatif.question import PastMesh, SeenWorker, WhatIfQuestion
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from simulator.access_log import AccessLine, block_names
-from simulator.requests import SimRequest
+from kvmesh.frontend.service_level import NO_LIMIT
+from kvmesh.frontend.timeline import EMBEDDINGS
+from kvmesh.frontend.whatif.question import PastMesh, SeenWorker, WhatIfQuestion
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.simulator.access_log import AccessLine, block_names
+from kvmesh.simulator.requests import SimRequest
 
 
 class PastRequest(Struct, frozen=True):

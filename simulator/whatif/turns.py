@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from simulator.requests import thread_name
-from simulator.whatif.traffic import PastRequest
+from kvmesh.simulator.requests import thread_name
+from kvmesh.simulator.whatif.traffic import PastRequest
 
 
 class Evidence(Enum):

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.apart import apart, run_apart
-from protocol.errors import ConfigError, EngineError
+from kvmesh.benchmarks.apart import apart, run_apart
+from kvmesh.protocol.errors import ConfigError, EngineError
 from tests.support.patience import PATIENCE_S
 from tests.support.scripted_server import ServerScript, scripted_server
 

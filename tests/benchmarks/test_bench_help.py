@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS, main
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.__main__ import BENCHMARKS, main
+from kvmesh.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])

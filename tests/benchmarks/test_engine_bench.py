@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.engine import (
+from kvmesh.benchmarks.__main__ import main
+from kvmesh.benchmarks.engine import (
     BARE,
     GOALS,
     KVMESH,
@@ -19,13 +19,13 @@ from benchmarks.engine import (
     other_python,
     report_of,
 )
-from benchmarks.engine_steps import SHAPES, StepModel
-from benchmarks.load import ClientWaits, LoadOutcome
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError
-from protocol.messages import KvLayout
+from kvmesh.benchmarks.engine_steps import SHAPES, StepModel
+from kvmesh.benchmarks.load import ClientWaits, LoadOutcome
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import KvLayout
+from kvmesh.workers.executor import ModelInfo
 from tests.support.vllm_mesh import needs_vllm
-from workers.executor import ModelInfo
 
 
 def shape_of(folder: Path) -> StepModel:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fidelity import (
+from kvmesh.benchmarks.fidelity import (
     BLOCK_SIZE,
     FidelityConfig,
     Sent,
@@ -14,10 +14,10 @@ from benchmarks.fidelity import (
     table_of,
     tokens_of,
 )
-from benchmarks.load import TimedAnswer
-from protocol.messages import Role
-from simulator import SimRequest, simulate
-from simulator.requests import thread_names
+from kvmesh.benchmarks.load import TimedAnswer
+from kvmesh.protocol.messages import Role
+from kvmesh.simulator import SimRequest, simulate
+from kvmesh.simulator.requests import thread_names
 
 CONFIG = FidelityConfig(speedup=1.0, workers=1)
 

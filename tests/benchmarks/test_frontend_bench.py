@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.__main__ import main
-from benchmarks.frontend import GOALS, FrontendReport, quantile_ms
-from benchmarks.load import ClientLoad, LoadOutcome, TimedAnswer, drive, drive_in_turn, note_events
-from benchmarks.prompts import PromptMaker, load_tokenizer, make_prompts
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.__main__ import main
+from kvmesh.benchmarks.frontend import GOALS, FrontendReport, quantile_ms
+from kvmesh.benchmarks.load import ClientLoad, LoadOutcome, TimedAnswer, drive, drive_in_turn, note_events
+from kvmesh.benchmarks.prompts import PromptMaker, load_tokenizer, make_prompts
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError
 from tests.support.budget import examples
 
 TOKENIZER = load_tokenizer(str(CHECKPOINT_DIR))

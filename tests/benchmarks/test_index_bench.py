@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import index as bench
-from benchmarks.__main__ import main
-from router.index import PrefixIndex
+from kvmesh.benchmarks import index as bench
+from kvmesh.benchmarks.__main__ import main
+from kvmesh.router.index import PrefixIndex
 
 
 def test_a_chain_has_one_full_holder_and_half_holders() -> None:

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import kv, kv_engines
-from kvcache.tiers.store import Payload
-from protocol.errors import ConfigError, EngineError
+from kvmesh.benchmarks import kv, kv_engines
+from kvmesh.kvcache.tiers.store import Payload
+from kvmesh.protocol.errors import ConfigError, EngineError
 
 SHORT = ["--isl-tokens", "64", "--rounds", "1", "--disk-mib", "64"]
 

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.kv_cost import compare, itl_cost, one_shot_cost
-from benchmarks.kv_engines import BenchedEngine, FreshPrompts, KvBenchConfig, running
-from workers.tiers import MIB, TierSettings
+from kvmesh.benchmarks.kv_cost import compare, itl_cost, one_shot_cost
+from kvmesh.benchmarks.kv_engines import BenchedEngine, FreshPrompts, KvBenchConfig, running
+from kvmesh.workers.tiers import MIB, TierSettings
 
 
 class Switched:

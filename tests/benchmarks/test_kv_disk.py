@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kv_disk import FAULTS, corrupt, measure_shares
-from benchmarks.kv_shared import corrupt_shared
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.kv_disk import FAULTS, corrupt, measure_shares
+from kvmesh.benchmarks.kv_shared import corrupt_shared
+from kvmesh.protocol.errors import ConfigError
 
 
 def test_all_damage_is_caught_and_none_served(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.kv_engines import KvBenchConfig
-from benchmarks.kv_pace import LEAST_ROUNDS, MOST_ROUNDS, cost_isl_tokens, is_paced, paced, sized
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.kv_engines import KvBenchConfig
+from kvmesh.benchmarks.kv_pace import LEAST_ROUNDS, MOST_ROUNDS, cost_isl_tokens, is_paced, paced, sized
+from kvmesh.protocol.errors import ConfigError
 
 
 def test_a_fast_machine_has_long_prompts_and_all_rounds() -> None:

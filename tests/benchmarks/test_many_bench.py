@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import many as bench
-from benchmarks.__main__ import main
-from benchmarks.many import IdleMesh, ManyConfig, ManyReport, mesh_specs
+from kvmesh.benchmarks import many as bench
+from kvmesh.benchmarks.__main__ import main
+from kvmesh.benchmarks.many import IdleMesh, ManyConfig, ManyReport, mesh_specs
 
 IDLE = IdleMesh(
     ready_s=1.0,

@@ -8,10 +8,10 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.load import used_s
-from benchmarks.pairs import BASE, CHANGED, CONTROL, in_turn, ratio_of, settings_in
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.__main__ import main
+from kvmesh.benchmarks.load import used_s
+from kvmesh.benchmarks.pairs import BASE, CHANGED, CONTROL, in_turn, ratio_of, settings_in
+from kvmesh.protocol.errors import ConfigError
 
 SIDES = [BASE, CHANGED, CONTROL]
 

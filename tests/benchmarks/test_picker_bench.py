@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.envoy import EnvoyPort, config_of, find_envoy, free_ports, running_envoy
-from benchmarks.picker import PickerConfig, report_of
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.__main__ import main
+from kvmesh.benchmarks.envoy import EnvoyPort, config_of, find_envoy, free_ports, running_envoy
+from kvmesh.benchmarks.picker import PickerConfig, report_of
+from kvmesh.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(("duplex_s", "meets"), [(0.0024, True), (0.0031, False)])
@@ -30,7 +30,7 @@ def test_ports_differ() -> None:
 
 
 def test_without_envoy_the_error_says_how_to_get_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.envoy.find_envoy", lambda: None)
+    monkeypatch.setattr("kvmesh.benchmarks.envoy.find_envoy", lambda: None)
     with pytest.raises(ConfigError, match="make test-envoy"), running_envoy(tmp_path, 1, []):
         pass
 

@@ -8,10 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import planner
-from benchmarks.planner import POLICIES
-from benchmarks.planner_loads import JUDGING_SEEDS, LOADS, TUNING_SEEDS, PlannerBenchConfig, PlannerLoad, loads_of
-from benchmarks.planner_policies import (
+from kvmesh.benchmarks import planner
+from kvmesh.benchmarks.planner import POLICIES
+from kvmesh.benchmarks.planner_loads import (
+    JUDGING_SEEDS,
+    LOADS,
+    TUNING_SEEDS,
+    PlannerBenchConfig,
+    PlannerLoad,
+    loads_of,
+)
+from kvmesh.benchmarks.planner_policies import (
     SEQUENCES_ITL_SHARE,
     ReferencePlanner,
     Setting,
@@ -21,15 +28,15 @@ from benchmarks.planner_policies import (
     peak_of,
     slots_of,
 )
-from planner.aggregated import aggregated_need
-from planner.budget import Counts
-from planner.core import PlannerCore
-from planner.forecast import CannotForecastError, trend
-from planner.model import Observation, RoleFleet, ScalingDecision, Traffic, WorkerLoad
-from planner.sizing import Demand, prefill_time_s
-from protocol.errors import ConfigError
-from simulator import PlannerHook, simulate
-from simulator.loads import Rate, Shape, synthesize
+from kvmesh.planner.aggregated import aggregated_need
+from kvmesh.planner.budget import Counts
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.forecast import CannotForecastError, trend
+from kvmesh.planner.model import Observation, RoleFleet, ScalingDecision, Traffic, WorkerLoad
+from kvmesh.planner.sizing import Demand, prefill_time_s
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator import PlannerHook, simulate
+from kvmesh.simulator.loads import Rate, Shape, synthesize
 
 
 def rate_that_doubles() -> Rate:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import planner
-from benchmarks.planner_pages import PageFolder, RunPage, file_name, page_of
-from benchmarks.planner_policies import fixed
-from benchmarks.planner_track import MOST_POINTS, Chart, ChartCurve, PlannerTrack, thinned
-from planner.budget import Counts
-from planner.model import Observation, PeakForecast, RoleFleet, ScalingDecision, Traffic
-from simulator.report import PlannerChange
+from kvmesh.benchmarks import planner
+from kvmesh.benchmarks.planner_pages import PageFolder, RunPage, file_name, page_of
+from kvmesh.benchmarks.planner_policies import fixed
+from kvmesh.benchmarks.planner_track import MOST_POINTS, Chart, ChartCurve, PlannerTrack, thinned
+from kvmesh.planner.budget import Counts
+from kvmesh.planner.model import Observation, PeakForecast, RoleFleet, ScalingDecision, Traffic
+from kvmesh.simulator.report import PlannerChange
 
 PEAK = PeakForecast(method="trend", horizon_s=120.0, likely_rps=3.0, low_rps=2.0, high_rps=5.0, ready_rps=4.0)
 

@@ -1,10 +1,10 @@
 """Published rules of other autoscalers, as policies."""
 
-from benchmarks.planner_loads import PlannerBenchConfig, loads_of
-from benchmarks.planner_policies import Setting
-from benchmarks.planner_rules import STABLE_S, hpa, keda, saturation_move
-from planner.model import Observation, RoleFleet, WorkerLoad
-from planner.sizing import Demand
+from kvmesh.benchmarks.planner_loads import PlannerBenchConfig, loads_of
+from kvmesh.benchmarks.planner_policies import Setting
+from kvmesh.benchmarks.planner_rules import STABLE_S, hpa, keda, saturation_move
+from kvmesh.planner.model import Observation, RoleFleet, WorkerLoad
+from kvmesh.planner.sizing import Demand
 
 DEMAND = Demand(2.0, 3000.0, 150.0)
 

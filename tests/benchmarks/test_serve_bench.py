@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serve.aiperf import outcomes_of, records_of, rows_of
-from benchmarks.serve.checking import check_endpoints, missing, named_endpoints
-from benchmarks.serve.command import main
-from benchmarks.serve.config import ServeBenchConfig
-from benchmarks.serve.manifest import without_key
-from benchmarks.serve.results import LoadPoint
-from benchmarks.serve.sending import SendingPlan, SendingResult, drive
-from benchmarks.serve.texts import TextMaker, plain_words
-from benchmarks.serve.workload import BenchSession, BenchTurn, points_of, sessions_of
-from protocol.errors import ConfigError
+from kvmesh.benchmarks.serve.aiperf import outcomes_of, records_of, rows_of
+from kvmesh.benchmarks.serve.checking import check_endpoints, missing, named_endpoints
+from kvmesh.benchmarks.serve.command import main
+from kvmesh.benchmarks.serve.config import ServeBenchConfig
+from kvmesh.benchmarks.serve.manifest import without_key
+from kvmesh.benchmarks.serve.results import LoadPoint
+from kvmesh.benchmarks.serve.sending import SendingPlan, SendingResult, drive
+from kvmesh.benchmarks.serve.texts import TextMaker, plain_words
+from kvmesh.benchmarks.serve.workload import BenchSession, BenchTurn, points_of, sessions_of
+from kvmesh.protocol.errors import ConfigError
 from tests.support.scripted_server import ServerScript, scripted_server
 
 TEXTS = TextMaker(plain_words(), 1.0, 0.0, 1)

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks import soak, streams
-from benchmarks.__main__ import main
-from benchmarks.soak import SoakReport, make_requests
-from benchmarks.streams import OpenStream, StreamsReport, check_files, ending_tokens, shut_stream, until_held
-from protocol.errors import ConfigError, EngineError
+from kvmesh.benchmarks import soak, streams
+from kvmesh.benchmarks.__main__ import main
+from kvmesh.benchmarks.soak import SoakReport, make_requests
+from kvmesh.benchmarks.streams import OpenStream, StreamsReport, check_files, ending_tokens, shut_stream, until_held
+from kvmesh.protocol.errors import ConfigError, EngineError
 from tests.benchmarks.test_frontend_bench import DONE, END, ROLE, TOKEN, USAGE, chunked, plain, server
 from tests.support.patience import PATIENCE_S
 

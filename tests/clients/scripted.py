@@ -26,11 +26,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from frontend.generator import DeltaConsumer, Hints, Trace
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from mesh.http.server import listening
-from protocol.messages import Delta, FinishReason, GenerateRequest, Guide, unpack_tokens
+from kvmesh.frontend.generator import DeltaConsumer, Hints, Trace
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.mesh.http.server import listening
+from kvmesh.protocol.messages import Delta, FinishReason, GenerateRequest, Guide, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, END, TEMPLATE, able_card, ids
 from tests.support.generator import ScriptedGenerator, give

@@ -7,16 +7,16 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from cluster.attaching import Announced
-from cluster.servers import AttachConfig, read_announced
-from kvmesh.announce import AnnounceConfig, entry_of
-from mesh.config import load
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.supervisor import ProcessSpec, Supervisor
-from protocol.errors import ConfigError, MeshError
-from protocol.messages import Role
+from kvmesh.cluster.attaching import Announced
+from kvmesh.cluster.servers import AttachConfig, read_announced
+from kvmesh.commands.announce import AnnounceConfig, entry_of
+from kvmesh.mesh.config import load
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.protocol.errors import ConfigError, MeshError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.config import WorkerConfig
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
 
 
 class FakeSupervisor(Supervisor):

@@ -5,14 +5,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.attaching import describe
-from cluster.servers import AttachConfig, ServerEntry, entries_of, name_of, process_specs
-from kvmesh.attach import split_urls
-from mesh.config import load
-from protocol.errors import ConfigError
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
-from workers.config import WorkerConfig
+from kvmesh.cluster.attaching import describe
+from kvmesh.cluster.servers import AttachConfig, ServerEntry, entries_of, name_of, process_specs
+from kvmesh.commands.attach import split_urls
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard
+from kvmesh.workers.config import WorkerConfig
 
 A, B = "http://a:8000", "https://b"
 
@@ -24,7 +24,7 @@ def config(*flags: str) -> AttachConfig:
 def workers_of(config: AttachConfig, *urls: str) -> list[WorkerConfig]:
     """The settings that the worker processes will read."""
     commands = [spec.argv for spec in process_specs(config, entries_of(config, urls))]
-    flags = [argv[2:] for argv in commands if argv[:2] == ["-m", "workers"]]
+    flags = [argv[2:] for argv in commands if argv[:2] == ["-m", "kvmesh.workers"]]
     return [load(WorkerConfig, argv, {}, prefix="KVMESH_WORKER_", prog="worker") for argv in flags]
 
 

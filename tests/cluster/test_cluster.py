@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ClusterConfig, UpConfig, load_cluster
-from cluster.processes import process_specs, read_frontend
-from cluster.running import make_run_dir
-from frontend.config import FrontendConfig
-from mesh.config import load
-from protocol.errors import ConfigError
-from router.config import RouterConfig
-from workers.config import WorkerConfig
+from kvmesh.cluster.config import ClusterConfig, UpConfig, load_cluster
+from kvmesh.cluster.processes import process_specs, read_frontend
+from kvmesh.cluster.running import make_run_dir
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig
 
 
 def workers_of(config: ClusterConfig) -> list[WorkerConfig]:
     """Return the settings that the worker processes will read."""
     specs = process_specs(config, Path("/run"))
-    commands = [spec.argv for spec in specs if spec.argv[:2] == ["-m", "workers"]]
+    commands = [spec.argv for spec in specs if spec.argv[:2] == ["-m", "kvmesh.workers"]]
     return [load(WorkerConfig, argv[2:], {}, prefix="KVMESH_WORKER_", prog="worker") for argv in commands]
 
 

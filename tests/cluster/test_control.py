@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from cluster.control import MAX_PATH_BYTES, control_socket
+from kvmesh.cluster.control import MAX_PATH_BYTES, control_socket
 from tests.support.fake_crew import FakeHost
 
 

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from cluster.crew import Member, WorkerStakes, cheapest_to_lose
-from planner.connectors.local_api import MAX_WORKERS, Refusal
-from protocol.errors import EngineError, InvalidRequestError
-from protocol.messages import Role
+from kvmesh.cluster.crew import Member, WorkerStakes, cheapest_to_lose
+from kvmesh.planner.connectors.local_api import MAX_WORKERS, Refusal
+from kvmesh.protocol.errors import EngineError, InvalidRequestError
+from kvmesh.protocol.messages import Role
 from tests.support.fake_crew import FakeHost
 from tests.support.patience import PATIENCE_S
 

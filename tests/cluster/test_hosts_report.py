@@ -8,14 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.hosts.check import left_in_shared_memory
-from cluster.hosts.compare import transport_of
-from cluster.hosts.delay import MOST_FRAMES, HeldFrames
-from cluster.hosts.lab import why_not
-from cluster.hosts.mesh import HostsAnswer
-from cluster.hosts.report import FaultResult, Measured, is_too_slow, judge, late, result_of, tried_again, wrong_tokens
-from kvmesh import cluster_check
-from protocol.errors import ConfigError
+from kvmesh.cluster.hosts.check import left_in_shared_memory
+from kvmesh.cluster.hosts.compare import transport_of
+from kvmesh.cluster.hosts.delay import MOST_FRAMES, HeldFrames
+from kvmesh.cluster.hosts.lab import why_not
+from kvmesh.cluster.hosts.mesh import HostsAnswer
+from kvmesh.cluster.hosts.report import (
+    FaultResult,
+    Measured,
+    is_too_slow,
+    judge,
+    late,
+    result_of,
+    tried_again,
+    wrong_tokens,
+)
+from kvmesh.commands import cluster_check
+from kvmesh.protocol.errors import ConfigError
 
 RIGHT = {1: ["a", "b", "c"]}
 

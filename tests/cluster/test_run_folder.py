@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run_folder import OWNER, claim, hold, let_go, remove_left_folders
-from protocol.errors import ConfigError
+from kvmesh.cluster.run_folder import OWNER, claim, hold, let_go, remove_left_folders
+from kvmesh.protocol.errors import ConfigError
 
 HOLD = """
 import sys
 from pathlib import Path
-from cluster import run_folder
+from kvmesh.cluster import run_folder
 getattr(run_folder, sys.argv[2])(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from cluster.config import load_cluster
-from cluster.processes import process_specs, read_frontend
-from cluster.slo import with_one_slo
-from mesh.config import load
-from planner.config import ServiceConfig
-from router.config import RouterConfig
+from kvmesh.cluster.config import load_cluster
+from kvmesh.cluster.processes import process_specs, read_frontend
+from kvmesh.cluster.slo import with_one_slo
+from kvmesh.mesh.config import load
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.router.config import RouterConfig
 
 PLANNER = ServiceConfig(ttft_slo_s=0.7, itl_slo_s=0.03)
 

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from cluster.tiny_model.chats import conversation
-from cluster.tiny_model.corpus import ANSWER, SPECIAL_TOKENS, all_documents, prose_documents, render
-from cluster.tiny_model.grammar import expand
-from cluster.tiny_model.tool_chats import offered, tool_conversation
-from cluster.tiny_model.tool_tasks import draw_task, same_purpose
-from frontend.parsers.tools import guess_tool_format
-from frontend.templates import ChatTemplate
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model.chats import conversation
+from kvmesh.cluster.tiny_model.corpus import ANSWER, SPECIAL_TOKENS, all_documents, prose_documents, render
+from kvmesh.cluster.tiny_model.grammar import expand
+from kvmesh.cluster.tiny_model.tool_chats import offered, tool_conversation
+from kvmesh.cluster.tiny_model.tool_tasks import draw_task, same_purpose
+from kvmesh.frontend.parsers.tools import guess_tool_format
+from kvmesh.frontend.templates import ChatTemplate
 from tests.support.budget import examples
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from mesh.discovery import Put, open_discovery
-from protocol.messages import WorkerCard, decode_card
-from protocol.version import OURS, Versions
+from kvmesh.mesh.discovery import Put, open_discovery
+from kvmesh.protocol.messages import WorkerCard, decode_card
+from kvmesh.protocol.version import OURS, Versions
 from tests.support.mesh import until
 from tests.support.services import NEW, Release, Services
 from tests.support.streams import Stream, check_mock_answer

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protocol.version import PROTOCOL_VERSION, RELEASE
+from kvmesh.protocol.version import PROTOCOL_VERSION, RELEASE
 from tests.support.mesh import until
 from tests.support.services import NEW, Release, Services, claiming
 from tests.support.streams import Stream, check_mock_answer

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from mesh.discovery import BACKENDS, Change, Deleted, Discovery, Put, open_discovery
-from mesh.discovery.file import FileDiscovery, _CardFiles
-from mesh.discovery.memory import MemoryDiscovery
-from protocol.errors import ConfigError
+from kvmesh.mesh.discovery import BACKENDS, Change, Deleted, Discovery, Put, open_discovery
+from kvmesh.mesh.discovery.file import FileDiscovery, _CardFiles
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.protocol.errors import ConfigError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.fake_cluster import FakeCluster
 from tests.support.patience import PATIENCE_S
@@ -185,8 +185,8 @@ async def test_a_file_is_read_once_however_often_it_is_renewed(tmp_path: Path, m
 
 OWNER = """
 import asyncio, sys
-from mesh.discovery.file import FileDiscovery
-from protocol.errors import ConfigError
+from kvmesh.mesh.discovery.file import FileDiscovery
+from kvmesh.protocol.errors import ConfigError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.patience import PATIENCE_S
 async def main():

@@ -13,14 +13,14 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvcache.transfer.backend import open_backend
-from kvcache.transfer.nixl import why_unavailable
-from protocol.errors import EngineError, InvalidRequestError
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.kvcache.transfer.backend import open_backend
+from kvmesh.kvcache.transfer.nixl import why_unavailable
+from kvmesh.protocol.errors import EngineError, InvalidRequestError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import (
     Delta,
     EmbedRequest,
     Feature,
@@ -33,11 +33,11 @@ from protocol.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.engines.mock.executor import MockExecutor, mock_token, mock_vector
+from kvmesh.workers.executor import Executor
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support.patience import PATIENCE_S
-from workers.engine import EngineInfo
-from workers.engines.mock.executor import MockExecutor, mock_token, mock_vector
-from workers.executor import Executor
-from workers.step_engine import StepEngine, StepEngineConfig
 
 BLOCK = 16
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(why_unavailable()), reason=f"NIXL: {why_unavailable()}"))
@@ -49,7 +49,7 @@ Make = Callable[..., "asyncio.Future[StepEngine]"]
 def executor(kind: str) -> Executor:
     if kind == "mock":
         return MockExecutor(block_size=BLOCK, speedup=0, loras=["poet"])
-    from workers.engines.torch.executor import TorchExecutor
+    from kvmesh.workers.engines.torch.executor import TorchExecutor
 
     return TorchExecutor(
         str(CHECKPOINT_DIR), device="cuda" if kind == "torch-cuda" else "cpu", dtype="float32", block_size=BLOCK

@@ -22,12 +22,12 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, PeerLostError
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term
-from protocol.ids import RequestId, WorkerId, new_worker_id
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ContextLengthError, EngineError, InvalidRequestError, PeerLostError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term
+from kvmesh.protocol.ids import RequestId, WorkerId, new_worker_id
+from kvmesh.protocol.messages import (
     Delta,
     EmbedRequest,
     Feature,
@@ -41,6 +41,12 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine, EngineInfo
+from kvmesh.workers.engines.attached.engine import AttachedEngine
+from kvmesh.workers.engines.sglang.engine import SglangEngine
+from kvmesh.workers.engines.trtllm.engine import TrtllmEngine
+from kvmesh.workers.engines.vllm.engine import VllmEngine
 from tests.support.asking import asked
 from tests.support.fake_servers import VllmServer, answer_to
 from tests.support.fake_sglang import FakeSglang
@@ -48,12 +54,6 @@ from tests.support.fake_trtllm import FakeTrtllm
 from tests.support.patience import PATIENCE_S
 from tests.support.toy_model import next_token
 from tests.support.vllm_mesh import ENV, FLAGS, needs_vllm
-from workers.config import WorkerConfig
-from workers.engine import Engine, EngineInfo
-from workers.engines.attached.engine import AttachedEngine
-from workers.engines.sglang.engine import SglangEngine
-from workers.engines.trtllm.engine import TrtllmEngine
-from workers.engines.vllm.engine import VllmEngine
 
 # vLLM, which takes half a minute to start, serves all tests of this module on one event loop
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -473,7 +473,7 @@ async def test_leaving_before_the_first_token_ends_it_too(make: Make) -> None:
 
 
 async def split(make: Make, request: GenerateRequest) -> tuple[list[Delta], Started, Started]:
-    """Answer as frontend.dispatch does: release the ticket with the first delta of the decode worker."""
+    """Answer as kvmesh.frontend.dispatch does: release the ticket with the first delta of the decode worker."""
     prefiller, decoder = await make(Role.PREFILL), await make(Role.DECODE)
     [first] = await run(prefiller, msgspec.structs.replace(request, offer_kv=True))
     if first.ticket is None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from kvevents.connect import Links
-from kvevents.nats import NatsKvEventPublisher
-from kvevents.publisher import KvEventPublisher
-from kvevents.subscriber import KvEventSubscriber, Patience
-from kvevents.transport import EventLink, KvSource, Listener, Publisher, Snapshot
-from protocol.events import Cleared, Removed, Stored
-from protocol.ids import EngineHash, WorkerId
-from protocol.messages import KvDigest
+from kvmesh.kvevents.connect import Links
+from kvmesh.kvevents.nats import NatsKvEventPublisher
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
+from kvmesh.kvevents.transport import EventLink, KvSource, Listener, Publisher, Snapshot
+from kvmesh.protocol.events import Cleared, Removed, Stored
+from kvmesh.protocol.ids import EngineHash, WorkerId
+from kvmesh.protocol.messages import KvDigest
 from tests.support.kv_events import W1, Index, block, blocks, digest_of, payload
 from tests.support.nats_server import WHY_NONE, NatsProcess
 from tests.support.patience import PATIENCE_S

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.tiers.objects import ABSENT, FolderObjects, MissingObjectError, Objects
-from kvcache.tiers.store import TierIoError
+from kvmesh.kvcache.tiers.objects import ABSENT, FolderObjects, MissingObjectError, Objects
+from kvmesh.kvcache.tiers.store import TierIoError
 from tests.support.s3_server import WHY_NONE, new_objects
 
 
 def in_memory(_: Path) -> Objects:
     """Return what speaks to S3, over obstore's own store without a server."""
     obstore = pytest.importorskip("obstore")
-    from kvcache.tiers.s3 import S3Objects
+    from kvmesh.kvcache.tiers.s3 import S3Objects
 
     return S3Objects(obstore.store.MemoryStore())
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.parsers.allowed import AllowedCalls
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
-from frontend.parsers.harmony import HARMONY
-from frontend.parsers.reasoning import REASONING_PARSERS
-from frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
+from kvmesh.frontend.parsers.allowed import AllowedCalls
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
+from kvmesh.frontend.parsers.harmony import HARMONY
+from kvmesh.frontend.parsers.reasoning import REASONING_PARSERS
+from kvmesh.frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
 from tests.frontend.parsers.streams import cut, run, texts
 from tests.support.budget import examples
 

@@ -11,20 +11,20 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from cluster.control import control_socket
-from mesh.kubernetes_api import Account, account_of
-from planner.config import ServiceConfig
-from planner.connectors.compose import ComposeConnector
-from planner.connectors.connector import Connector, ConnectorError, Fleets
-from planner.connectors.dry_run import DryRunConnector
-from planner.connectors.kinds import KINDS, open_connector
-from planner.connectors.kubernetes import KubernetesConnector, workload_path
-from planner.connectors.local import LocalConnector
-from planner.connectors.shadow import ShadowConnector
-from planner.connectors.virtual import VirtualConnector, read_token
-from planner.model import Action, Flip, Reason, RoleFleet, ScalingDecision
-from protocol.errors import ConfigError
-from protocol.messages import Role
+from kvmesh.cluster.control import control_socket
+from kvmesh.mesh.kubernetes_api import Account, account_of
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.connectors.compose import ComposeConnector
+from kvmesh.planner.connectors.connector import Connector, ConnectorError, Fleets
+from kvmesh.planner.connectors.dry_run import DryRunConnector
+from kvmesh.planner.connectors.kinds import KINDS, open_connector
+from kvmesh.planner.connectors.kubernetes import KubernetesConnector, workload_path
+from kvmesh.planner.connectors.local import LocalConnector
+from kvmesh.planner.connectors.shadow import ShadowConnector
+from kvmesh.planner.connectors.virtual import VirtualConnector, read_token
+from kvmesh.planner.model import Action, Flip, Reason, RoleFleet, ScalingDecision
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
 from tests.support import fake_docker
 from tests.support.fake_crew import FakeHost
 from tests.support.fake_kubernetes import FakeKubernetes, Workload

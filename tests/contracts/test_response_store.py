@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from frontend.responses.directory_store import DirectoryStore
-from frontend.responses.memory_store import MemoryStore
-from frontend.responses.retention import StoreLimits
-from frontend.responses.store import PreviousResponseError, ResponseStore, StorageError, StoredResponse
+from kvmesh.frontend.responses.directory_store import DirectoryStore
+from kvmesh.frontend.responses.memory_store import MemoryStore
+from kvmesh.frontend.responses.retention import StoreLimits
+from kvmesh.frontend.responses.store import PreviousResponseError, ResponseStore, StorageError, StoredResponse
 
 Opener = Callable[[StoreLimits], ResponseStore]
 
@@ -143,7 +143,7 @@ async def test_a_chain_with_a_gap_names_what_is_missing(opener: Opener) -> None:
 
 
 async def test_a_chain_that_leads_in_a_circle_ends(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.responses.store.MAX_CHAIN", 5)
+    monkeypatch.setattr("kvmesh.frontend.responses.store.MAX_CHAIN", 5)
     store = opener(StoreLimits())
     await store.put(record("a", "a"))
     with pytest.raises(PreviousResponseError, match="longer than"):

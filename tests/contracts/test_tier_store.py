@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.tiers.collect import SharedLimits
-from kvcache.tiers.disk import DiskStore, form_of
-from kvcache.tiers.folder import own_folder
-from kvcache.tiers.host import HostStore
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.objects import FolderObjects, Objects
-from kvcache.tiers.shared import SharedStore
-from kvcache.tiers.store import Payload, TierError, TierStore
-from protocol.ids import SequenceHash
+from kvmesh.kvcache.tiers.collect import SharedLimits
+from kvmesh.kvcache.tiers.disk import DiskStore, form_of
+from kvmesh.kvcache.tiers.folder import own_folder
+from kvmesh.kvcache.tiers.host import HostStore
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.objects import FolderObjects, Objects
+from kvmesh.kvcache.tiers.shared import SharedStore
+from kvmesh.kvcache.tiers.store import Payload, TierError, TierStore
+from kvmesh.protocol.ids import SequenceHash
 from tests.support.s3_server import WHY_NONE, new_objects
 
 BLOCK_BYTES, MOST = 48, 5

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvcache.transfer.backend import TransferBackend
-from kvcache.transfer.nixl import why_unavailable
-from kvcache.transfer.offers import plan_spans
-from protocol.errors import TransferError
-from protocol.messages import KvLayout, Ticket, decode
+from kvmesh.kvcache.transfer.backend import TransferBackend
+from kvmesh.kvcache.transfer.nixl import why_unavailable
+from kvmesh.kvcache.transfer.offers import plan_spans
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.messages import KvLayout, Ticket, decode
 from tests.support.kv_peer import LAYOUT, open_with_region
 from tests.support.patience import PATIENCE_S
 

@@ -10,8 +10,8 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvcache.transfer.backend import choose_backend
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.kvcache.transfer.backend import choose_backend
 from tests.support.chart import container_of, flags_of, in_a_pod, needs_helm, rendered
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import generate_latest
 
-import frontend.metrics  # noqa: F401  # its metrics register themselves
-from frontend.config import FrontendConfig
-from mesh.config import load
-from planner.config import ServiceConfig
-from planner.connectors.kubernetes import workload_path
-from router.config import RouterConfig
+import kvmesh.frontend.metrics  # noqa: F401  # its metrics register themselves
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import load
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.connectors.kubernetes import workload_path
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig, with_engine_args
+from kvmesh.workers.engines.registry import STARTED
+from kvmesh.workers.engines.sglang.arguments import read_flags
+from kvmesh.workers.engines.vllm.arguments import Surroundings, leads, plan_start
 from tests.support.chart import (
     CHART,
     EXAMPLES,
@@ -30,10 +34,6 @@ from tests.support.chart import (
     refused,
     rendered,
 )
-from workers.config import WorkerConfig, with_engine_args
-from workers.engines.registry import STARTED
-from workers.engines.sglang.arguments import read_flags
-from workers.engines.vllm.arguments import Surroundings, leads, plan_start
 
 pytestmark = needs_helm
 
@@ -58,14 +58,14 @@ def parsed(container: Object) -> FrontendConfig | RouterConfig | ServiceConfig |
     """Read the container's flags and variables as its service does. Raise ConfigError as the service would."""
     argv, environ = in_a_pod(container)
     match container["command"]:
-        case ["python3", "-m", "frontend"]:
+        case ["kvmesh", "frontend"]:
             load(RouterConfig, [], environ, prefix="KVMESH_ROUTER_", prog="router", section="router")
             return load(FrontendConfig, argv, environ, prefix="KVMESH_FRONTEND_", prog="frontend")
-        case ["python3", "-m", "router"]:  # or an endpoint picker
+        case ["kvmesh", "router"]:  # or an endpoint picker
             return load(RouterConfig, argv, environ, prefix="KVMESH_ROUTER_", prog="router")
-        case ["python3", "-m", "planner"]:
+        case ["kvmesh", "planner"]:
             return load(ServiceConfig, argv, environ, prefix="KVMESH_PLANNER_", prog="planner")
-        case ["python3", "-m", "workers"]:
+        case ["kvmesh", "worker"]:
             return load(WorkerConfig, with_engine_args(argv), environ, prefix="KVMESH_WORKER_", prog="worker")
     raise AssertionError(container["command"])
 

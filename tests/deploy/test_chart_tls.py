@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mesh.identity.names import MeshRole, identity_of_uri
+from kvmesh.mesh.identity.names import MeshRole, identity_of_uri
 from tests.support.chart import (
     NAMESPACE,
     RELEASE,

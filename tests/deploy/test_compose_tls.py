@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mesh.identity.names import MeshRole
+from kvmesh.mesh.identity.names import MeshRole
 from tests.support.certificates import TestCa
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from frontend.openai.shapes import ChatRequest
+from kvmesh.frontend.openai.shapes import ChatRequest
 from tests.support.chart import CHART, INSTALL, LOADER, ROOT, Object, find_tool, needs_helm
 from tests.support.guide import commands_of
 

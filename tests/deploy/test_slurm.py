@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.fake_slurm import Node, write_fake_slurm
 from tests.support.guide import commands_of
 from tests.support.mesh import until
@@ -76,7 +76,7 @@ class Job:
         found = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             line = " ".join(process.cmdline())
-            if named := re.search(r"-m workers --name (\S+)", line):
+            if named := re.search(r"-m kvmesh worker --name (\S+)", line):
                 found[named[1]] = process
         return found
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache.transfer.nixl import why_unavailable
+from kvmesh.kvcache.transfer.nixl import why_unavailable
 from tests.support.mesh import Mesh, running_mesh
 
 FLAGS = ["--max-step-tokens", "128"]  # prompts of the tests shall need several chunks

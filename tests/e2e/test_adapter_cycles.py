@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.plane.client import PlaneClient
-from protocol.messages import Control, ControlAction, ControlReply
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply
 from tests.support import mesh_tls
 from tests.support.held import Held, held_by
 from tests.support.mesh import Mesh, running_mesh, until
@@ -25,7 +25,16 @@ MOST_MIB = 8.0  # that may be more after the last cycle than after the first ten
 
 @contextmanager
 def adapter_worker(mesh: Mesh) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tests.support.adapter_worker", "workers", "--name", "cycles", "--role", "decode"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.adapter_worker",
+        "kvmesh.workers",
+        "--name",
+        "cycles",
+        "--role",
+        "decode",
+    ]
     command += ["--engine", "mock", "--model-path", str(CHECKPOINT_DIR), "--model", "tiny", "--kv-transfer", "shm"]
     command += ["--discovery", f"file:{mesh.run_dir / 'discovery'}", "--log-level", "warning"]
     with subprocess.Popen(command) as process:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.tokenizer import Tokenizer
-from protocol.messages import Role, unpack_tokens
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.protocol.messages import Role, unpack_tokens
 from tests.support.fake_servers import (
     BLOCK,
     LlamaCppServer,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.mesh import until
 from tests.support.services import NEW, Services, quiet_port

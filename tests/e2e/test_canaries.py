@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcache.transfer.nixl import why_unavailable
+from kvmesh.kvcache.transfer.nixl import why_unavailable
 from tests.support.mesh import Mesh, running_mesh, until
 
 CANARIES = 64

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvcache.transfer.nixl import why_unavailable
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.kvcache.transfer.nixl import why_unavailable
 from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh, until
 

@@ -27,17 +27,17 @@ import aiohttp
 import pytest
 import yaml
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvcache.transfer.backend import choose_backend
-from kvmesh.nats_config import main as nats_config
-from mesh.config import load
-from planner.carry_out import ApplyConfig
-from planner.config import ServiceConfig
-from protocol.version import RELEASE
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.commands.nats_config import main as nats_config
+from kvmesh.kvcache.transfer.backend import choose_backend
+from kvmesh.mesh.config import load
+from kvmesh.planner.carry_out import ApplyConfig
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.protocol.version import RELEASE
+from kvmesh.workers.config import WorkerConfig, with_engine_args
 from tests.support import mesh_tls
 from tests.support.etcd_server import WHY_NONE as NO_ETCD
 from tests.support.nats_server import WHY_NONE as NO_NATS
-from workers.config import WorkerConfig, with_engine_args
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"
@@ -90,13 +90,12 @@ class Host:
         words: list[str] = [str(word) for word in SERVICES[service]["command"]]
         if words[:2] == ["sh", "-c"]:
             line = self.here(words[2], container)
-            line = line.replace("exec python ", f"exec {sys.executable} ")
-            return ["sh", "-c", line.replace("kvmesh etcd-user", f"{sys.executable} -m kvmesh etcd-user")]
+            return ["sh", "-c", re.sub(r"\bkvmesh (?=etcd-user|router|worker)", f"{sys.executable} -m kvmesh ", line)]
         words = [self.here(word, container) for word in words]
         for place, (flag, word) in enumerate(pairwise(words), 1):
             if re.fullmatch(PORT_FLAGS, flag):
                 words[place] = str(self.port(container, word))
-        mine = {"python": [sys.executable], "kvmesh": [sys.executable, "-m", "kvmesh"]}
+        mine = {"kvmesh": [sys.executable, "-m", "kvmesh"]}
         return [*mine.get(words[0], words[:1]), *words[1:]]
 
     def health_check(self, service: str, container: str) -> list[str]:
@@ -393,8 +392,8 @@ def test_vllm_workers_read_their_flags(role: str) -> None:
     assert (shell, flag) == ("sh", "-c")
     line = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", line).replace("$$(hostname -i)", "10.0.0.7").replace("$$(hostname)", "c0")
     words = shlex.split(line)
-    assert words[:4] == ["exec", "python3", "-m", "workers"]
-    config = load(WorkerConfig, with_engine_args(words[4:]), {}, prefix="KVMESH_WORKER_", prog="worker")
+    assert words[:3] == ["exec", "kvmesh", "worker"]
+    config = load(WorkerConfig, with_engine_args(words[3:]), {}, prefix="KVMESH_WORKER_", prog="worker")
     assert (config.role, config.engine, config.advertise_host) == (role, "vllm", "10.0.0.7")
     assert config.engine_args == "--gpu-memory-utilization 0.9"
     assert ALL[f"vllm-{role}"]["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from frontend.keys.keyfile import KeyLine, hashed, written
-from protocol.messages import WorkerCard
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.protocol.messages import WorkerCard
 from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.streams import Stream, check_mock_answer

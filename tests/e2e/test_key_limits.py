@@ -10,8 +10,8 @@ from urllib.parse import unquote
 import aiohttp
 import pytest
 
-from frontend.keys.keyfile import KeyLine, hashed, written
-from frontend.keys.owners import Owners
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.frontend.keys.owners import Owners
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 from tests.support.services import NEW, Services

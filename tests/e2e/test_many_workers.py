@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.plane.client import PlaneClient
-from protocol.messages import Control, ControlAction, ControlReply, Role
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply, Role
 from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
@@ -34,7 +34,15 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 def worker(mesh: Mesh, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Another process of workers until the block ends; then it must end well and by itself."""
     common = ["--engine", "mock", "--kv-transfer", "shm", "--model", "tiny", "--model-path", str(CHECKPOINT_DIR)]
-    command = [sys.executable, "-m", "workers", *common, "--discovery", f"file:{mesh.run_dir / 'discovery'}", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "kvmesh.workers",
+        *common,
+        "--discovery",
+        f"file:{mesh.run_dir / 'discovery'}",
+        *flags,
+    ]
     process = subprocess.Popen(command)
     try:
         yield process

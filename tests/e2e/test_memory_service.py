@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from frontend.keys.keyfile import KeyLine, hashed, written
-from protocol.errors import ConfigError
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.memory.__main__ import read_holdings
+from kvmesh.workers.memory.messages import Holdings
 from tests.support.mesh import Mesh, running_mesh, until
-from workers.memory.__main__ import read_holdings
-from workers.memory.messages import Holdings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
 from tests.support import mesh_tls
 from tests.support.leaky_engine import DEADLY_TOKENS, LEAK
 from tests.support.mesh import TRUSTED

@@ -8,7 +8,7 @@ import openai
 import psutil
 import pytest
 
-from protocol.messages import FrontendCard, decode
+from kvmesh.protocol.messages import FrontendCard, decode
 from tests.support.mesh import Mesh
 
 

@@ -18,11 +18,11 @@ pytest.importorskip("torch")
 
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.plane.client import PlaneClient
-from protocol.ids import RequestId, WorkerId
-from protocol.kv_content import PENDING
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.kv_content import PENDING
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     ControlReply,
@@ -33,11 +33,11 @@ from protocol.messages import (
     decode,
     pack_tokens,
 )
+from kvmesh.workers.engines.torch.executor import TorchExecutor
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support import mesh_tls
 from tests.support.mesh import until
 from tests.support.services import NEW, Services
-from workers.engines.torch.executor import TorchExecutor
-from workers.step_engine import StepEngine, StepEngineConfig
 
 pytestmark = [
     pytest.mark.e2e,

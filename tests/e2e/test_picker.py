@@ -16,8 +16,8 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from mesh.discovery import open_discovery
-from protocol.messages import encode_card
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.protocol.messages import encode_card
 from tests.e2e.test_attach import attached, prompt_of
 from tests.frontend import tiny
 from tests.frontend.test_security import Certificates
@@ -41,7 +41,7 @@ class PickerProcess:
         self.http_url = f"{'https' if mesh_tls.IS_ON else 'http'}://127.0.0.1:{self.http_port}"
         self.log = folder / "picker.log"
         with self.log.open("wb") as log:
-            argv = [sys.executable, "-m", "router", *ports, *flags]
+            argv = [sys.executable, "-m", "kvmesh.router", *ports, *flags]
             self.process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def knows(self, workers: int) -> bool:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: mesh\r\n\r\n"
 SERVICES = {
-    "frontend": ["frontend", "--port", "{0}"],
-    "frontends": ["frontend", "--processes", "2", "--port", "{0}"],
-    "router": ["router", "--port", "{0}", "--http-port", "{1}", "--metrics-port", "{2}", "--gossip-port", "{3}"],
+    "frontend": ["kvmesh.frontend", "--port", "{0}"],
+    "frontends": ["kvmesh.frontend", "--processes", "2", "--port", "{0}"],
+    "router": ["kvmesh.router", "--port", "{0}", "--http-port", "{1}", "--metrics-port", "{2}", "--gossip-port", "{3}"],
     "worker": [
-        *("workers", "--engine", "mock", "--kv-transfer", "shm", "--role", "aggregated", "--model", "tiny"),
+        *("kvmesh.workers", "--engine", "mock", "--kv-transfer", "shm", "--role", "aggregated", "--model", "tiny"),
         *("--model-path", str(CHECKPOINT_DIR), "--port", "{0}", "--metrics-port", "{1}"),
     ],
 }

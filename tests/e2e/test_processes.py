@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from protocol.messages import FrontendCard, decode
+from kvmesh.protocol.messages import FrontendCard, decode
 from tests.support.mesh import TRUSTED, Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
 
@@ -29,7 +29,7 @@ def many_frontends(mesh: Mesh, processes: int) -> Iterator[subprocess.Popen[byte
     flags = ["--processes", str(processes), "--name", "many", "--port", "0", "--drain-notice-s", "0.5"]
     discovery = f"file:{mesh.run_dir / 'discovery'}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "frontend", *flags, "--discovery", discovery, "--log-level", "warning"]
+        [sys.executable, "-m", "kvmesh.frontend", *flags, "--discovery", discovery, "--log-level", "warning"]
     )
     try:
         until(lambda: len(cards(mesh)) == processes, what="all frontends")
@@ -118,7 +118,9 @@ def test_gauges_of_several_processes_say_what_one_would(mesh: Mesh) -> None:
 def test_a_taken_port_is_an_error_and_leaves_no_process(mesh: Mesh, tmp_path: Path) -> None:
     port = mesh.url.rpartition(":")[2]
     flags = ["--processes", "2", "--port", port, "--discovery", f"file:{tmp_path}"]
-    done = subprocess.run([sys.executable, "-m", "frontend", *flags], capture_output=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmesh.frontend", *flags], capture_output=True, timeout=30, check=False
+    )
     assert done.returncode == 2
     assert b"choose another port" in done.stderr
 

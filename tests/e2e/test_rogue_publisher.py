@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from kvevents.formats import encode_payload
-from mesh.discovery import Put, open_discovery
-from protocol.events import Cleared, KvEvent, Removed, Stored
-from protocol.ids import EngineHash, WorkerId
-from protocol.messages import WorkerCard, decode_card, encode_card
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.mesh.discovery import Put, open_discovery
+from kvmesh.protocol.events import Cleared, KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash, WorkerId
+from kvmesh.protocol.messages import WorkerCard, decode_card, encode_card
 from tests.support import mesh_tls
 from tests.support.ports import free_port
 from tests.support.services import NEW, Services

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.messages import RouterCard, decode
-from router.estimate import LEAST
+from kvmesh.protocol.messages import RouterCard, decode
+from kvmesh.router.estimate import LEAST
 from tests.faults.conftest import in_flight
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh, running_mesh, until

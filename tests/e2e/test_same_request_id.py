@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
 from tests.support.services import NEW, Services
 from tests.support.streams import Stream, check_mock_answer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import Mesh, running_mesh, until
 
 LENGTHS = (2, 16, 65, 300)  # tokens; a step of the meshes computes 128
@@ -27,7 +27,7 @@ def model_and_tokenizer() -> tuple[Any, Any]:
 
 @cache
 def prompts() -> list[list[int]]:
-    from cluster.tiny_model.corpus import prose_documents
+    from kvmesh.cluster.tiny_model.corpus import prose_documents
 
     _, tokenizer = model_and_tokenizer()
     text = tokenizer("".join(document.text for document in itertools.islice(prose_documents(seed=98), 20)))["input_ids"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.guide import commands_of
 from tests.support.mesh import until
 from tests.support.services import quiet_port
@@ -32,9 +32,7 @@ def test_the_commands_of_the_guide_lead_to_a_first_token(tmp_path: Path) -> None
         for said, meant in {**ports, "10.0.0.": "127.0.0.", "/models/": f"{tmp_path}/"}.items():
             command = command.replace(said, meant)
         words = command.split(" ", 1)
-        return " ".join(
-            [{"python": sys.executable, "kvmesh": f"{sys.executable} -m kvmesh"}.get(words[0], words[0]), *words[1:]]
-        )
+        return " ".join([{"kvmesh": f"{sys.executable} -m kvmesh"}.get(words[0], words[0]), *words[1:]])
 
     write, *services, doctor, ask = [here(command) for command in commands_of("cluster.md", "A list of addresses")]
     subprocess.run(["bash", "-c", write], cwd=tmp_path, check=True)

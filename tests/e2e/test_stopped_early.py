@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.e2e
 
 LOADS_FOR_EVER = """
 import runpy, sys, time
-import workers.engines.mock.executor as mock
+import kvmesh.workers.engines.mock.executor as mock
 def load(self):
     print("loading", flush=True)
     time.sleep(600)
 mock.MockExecutor.load = load
-sys.argv[0] = "workers"
-runpy.run_module("workers", run_name="__main__", alter_sys=True)
+sys.argv[0] = "kvmesh.workers"
+runpy.run_module("kvmesh.workers", run_name="__main__", alter_sys=True)
 """
 NO_DISCOVERY_YET = """
 import runpy, sys
-from mesh.discovery.place import Contact
+from kvmesh.mesh.discovery.place import Contact
 Contact.on_read = lambda self: print("loading", flush=True)
 sys.argv[0] = "{0}"
 runpy.run_module("{0}", run_name="__main__", alter_sys=True)
@@ -34,8 +34,8 @@ runpy.run_module("{0}", run_name="__main__", alter_sys=True)
 WORKER = ["--role", "decode", "--engine", "mock", "--kv-transfer", "shm", "--model-path", str(CHECKPOINT_DIR)]
 STARTS = {
     "worker": [LOADS_FOR_EVER, *WORKER, "--model", "tiny"],
-    "frontend": [NO_DISCOVERY_YET.format("frontend"), "--port", "0"],
-    "router": [NO_DISCOVERY_YET.format("router")],
+    "frontend": [NO_DISCOVERY_YET.format("kvmesh.frontend"), "--port", "0"],
+    "router": [NO_DISCOVERY_YET.format("kvmesh.router")],
 }
 
 
@@ -69,12 +69,12 @@ sys.argv[0] = "{module}"
 runpy.run_module("{module}", run_name="__main__", alter_sys=True)
 """
 IMPORTED = {  # module that is imported in the middle of the start, flags
-    "up": ("kvmesh", "cluster.running", "up"),
-    "demo": ("kvmesh", "cluster.running", "demo"),
-    "worker": ("workers", "workers.service", *WORKER),
-    "frontend": ("frontend", "frontend.service", "--port", "0"),
-    "router": ("router", "uvloop"),
-    "planner": ("planner", "planner.service"),
+    "up": ("kvmesh", "kvmesh.cluster.running", "up"),
+    "demo": ("kvmesh", "kvmesh.cluster.running", "demo"),
+    "worker": ("kvmesh.workers", "kvmesh.workers.service", *WORKER),
+    "frontend": ("kvmesh.frontend", "kvmesh.frontend.service", "--port", "0"),
+    "router": ("kvmesh.router", "uvloop"),
+    "planner": ("kvmesh.planner", "kvmesh.planner.service"),
 }
 
 

@@ -26,17 +26,17 @@ import psutil
 import pytest
 import zmq
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.keys.keyfile import hashed
-from frontend.table import ENDPOINTS
-from mesh.http.door import PLAIN_REFUSAL
-from mesh.identity.names import MeshRole
-from mesh.identity.rights import METHODS, ROUTES
-from mesh.plane import frames
-from mesh.plane.client import PlaneClient
-from protocol import messages
-from protocol.errors import MeshError
-from protocol.ids import RequestId
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.keys.keyfile import hashed
+from kvmesh.frontend.table import ENDPOINTS
+from kvmesh.mesh.http.door import PLAIN_REFUSAL
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.identity.rights import METHODS, ROUTES
+from kvmesh.mesh.plane import frames
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol import messages
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.ids import RequestId
 from tests.support.certificates import TestCa
 from tests.support.mesh import START_S, until
 from tests.support.patience import PATIENCE_S
@@ -62,8 +62,17 @@ class ClosedMesh:
     ports: dict[int, str] = field(default_factory=dict)  # of all processes: who listens
     public: set[int] = field(default_factory=set)  # ports of the frontends' API
 
-    def start(self, module: str, name: str, role: MeshRole, *flags: str) -> None:
-        argv = [sys.executable, "-m", module, "--name", name, "--mesh-tls", str(self.ca.issue(role, name)), *flags]
+    def start(self, folder: str, name: str, role: MeshRole, *flags: str) -> None:
+        argv = [
+            sys.executable,
+            "-m",
+            f"kvmesh.{folder}",
+            "--name",
+            name,
+            "--mesh-tls",
+            str(self.ca.issue(role, name)),
+            *flags,
+        ]
         argv += ["--discovery", f"file:{self.folder / 'discovery'}"]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)

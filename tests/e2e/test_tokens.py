@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.budget import LARGE
 from tests.support.mesh import Mesh
 
@@ -24,7 +24,7 @@ def expected() -> list[tuple[list[int], list[str]]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cluster.tiny_model.corpus import prose_documents
+    from kvmesh.cluster.tiny_model.corpus import prose_documents
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR, dtype=torch.float32).eval()

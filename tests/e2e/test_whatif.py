@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvmesh.whatif import main
+from kvmesh.commands.whatif import main
 from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh
 

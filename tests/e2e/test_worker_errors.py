@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from mesh.discovery import open_discovery
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import InvalidRequestError, MeshError, OverloadedError
-from protocol.messages import encode
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from kvmesh.protocol.messages import encode
 from tests.frontend import tiny
 from tests.frontend.whole_mesh import running_frontend
 from tests.support.patience import PATIENCE_S

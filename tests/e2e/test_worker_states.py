@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
 from tests.support import mesh_tls
 from tests.support.mesh import TRUSTED, Mesh, running_mesh, until
 

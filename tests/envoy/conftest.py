@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.envoy import HOST, EnvoyPort, Mode, find_envoy, free_ports, running_envoy
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.address import join_address
+from kvmesh.benchmarks.envoy import HOST, EnvoyPort, Mode, find_envoy, free_ports, running_envoy
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.address import join_address
 from tests.support.patience import PATIENCE_S
 
 MODES: tuple[Mode, ...] = ("buffered", "duplex")
@@ -104,7 +104,7 @@ class GatewayMesh:
 
 
 def worker_argv(name: str, role: str, model: str, discovery: str, *more: str) -> list[str]:
-    known = ["workers", "--engine", "mock", "--name", name, "--role", role, "--model", model]
+    known = ["kvmesh.workers", "--engine", "mock", "--name", name, "--role", role, "--model", model]
     return [*known, "--model-path", str(CHECKPOINT_DIR), "--discovery", discovery, *more]
 
 
@@ -113,7 +113,15 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayMesh]:
     folder = tmp_path_factory.mktemp("gateway")
     discovery = f"file:{folder / 'discovery'}"
     ext_proc, http_port, open_port, *ports = free_ports(8)
-    picker_argv = ["router", "--ext-proc-port", str(ext_proc), "--http-port", str(http_port), "--discovery", discovery]
+    picker_argv = [
+        "kvmesh.router",
+        "--ext-proc-port",
+        str(ext_proc),
+        "--http-port",
+        str(http_port),
+        "--discovery",
+        discovery,
+    ]
     picker_argv += ["--ext-proc-wait-s", "1", "--saturation-requests-share", "1", "--ramp-s", "0"]
     urls = {mode: f"http://{join_address(HOST, port)}" for mode, port in zip(MODES, ports[:2], strict=True)}
     with ExitStack() as stack:
@@ -134,7 +142,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayMesh]:
             role = "decode" if model == LARGE else "aggregated"
             argv = worker_argv(name, role, model, discovery, "--http-endpoint", endpoint, *more)
             stack.enter_context(service(folder, name, *argv))
-            sidecar = ["frontend", "--router", "direct", "--port", str(port), "--discovery", discovery]
+            sidecar = ["kvmesh.frontend", "--router", "direct", "--port", str(port), "--discovery", discovery]
             stack.enter_context(service(folder, f"sidecar-{name}", *sidecar, "--name", f"sidecar-{name}"))
         listeners = [EnvoyPort(port, mode) for mode, port in zip(MODES, ports[:2], strict=True)]
         listeners.append(EnvoyPort(open_port, "buffered", fails_open=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvcache.transfer.nixl import why_unavailable
+from kvmesh.kvcache.transfer.nixl import why_unavailable
 from tests.support.mesh import Mesh, running_mesh, until
 
 PATIENT = "tests.support.patient_mesh"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.streams import Stream, check_mock_answer
@@ -16,7 +16,17 @@ from tests.support.streams import Stream, check_mock_answer
 
 @contextmanager
 def worker(mesh: Mesh, port: int, model: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "workers", "--name", f"of-{model}", "--role", "aggregated", "--engine", "mock"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvmesh.workers",
+        "--name",
+        f"of-{model}",
+        "--role",
+        "aggregated",
+        "--engine",
+        "mock",
+    ]
     command += ["--model-path", str(CHECKPOINT_DIR), "--model", model, "--kv-transfer", "shm", "--port", str(port)]
     command += ["--discovery", f"file:{mesh.run_dir / 'discovery'}"]
 

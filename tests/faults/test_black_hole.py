@@ -11,18 +11,18 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.generator import Trace
-from mesh.discovery import open_discovery
-from mesh.discovery.memory import MemoryDiscovery
-from protocol.messages import Role, WorkerCard, decode, encode_card
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.generator import Trace
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.protocol.messages import Role, WorkerCard, decode, encode_card
+from kvmesh.workers.engines.mock.executor import mock_token
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.own_frontend import OwnFrontend
 from tests.support.patience import PATIENCE_S
 from tests.support.proxy import Proxy
 from tests.support.recovery import OWN_WAY_S
 from tests.support.streams import VOCAB
-from workers.engines.mock.executor import mock_token
 
 ONE_WAY = [pytest.param(True, False, marks=pytest.mark.long), pytest.param(False, True, marks=pytest.mark.long)]
 DIRECTIONS = [(True, True), *ONE_WAY]
@@ -40,7 +40,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     flags = ["--role", Role.DECODE.value, "--engine", "mock", "--model-path", str(CHECKPOINT_DIR), "--model", "tiny"]
     flags += ["--kv-transfer", "shm", "--discovery", url]
     processes = [
-        subprocess.Popen([sys.executable, "-m", "workers", "--name", name, *flags], stderr=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, "-m", "kvmesh.workers", "--name", name, *flags], stderr=subprocess.DEVNULL)
         for name in ("a", "b")
     ]
     real, shown = open_discovery(url), MemoryDiscovery()

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from mesh.supervisor import MAX_QUICK_EXITS
+from kvmesh.mesh.supervisor import MAX_QUICK_EXITS
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.streams import Stream, check_failed_loudly
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from protocol.messages import Role, WorkerCard, decode, encode
+from kvmesh.protocol.messages import Role, WorkerCard, decode, encode
 from tests.faults.conftest import PAIR
 from tests.support.mesh import Mesh, until
 from tests.support.streams import Stream, check_mock_answer

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.control import CONTROL_PREFIX
-from cluster.run_folder import LEFT_SUFFIX
+from kvmesh.cluster.control import CONTROL_PREFIX
+from kvmesh.cluster.run_folder import LEFT_SUFFIX
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, _wait_for_banner, until
 from tests.support.patience import PATIENCE_S

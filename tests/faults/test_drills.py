@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from faults.drills import DRILLS
-from faults.kinds import DECODE, PREFILL, ROUTER
-from faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix, written
-from mesh.safeguards import SAFEGUARDS
+from kvmesh.faults.drills import DRILLS
+from kvmesh.faults.kinds import DECODE, PREFILL, ROUTER
+from kvmesh.faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix, written
+from kvmesh.mesh.safeguards import SAFEGUARDS
 from tests.faults.machine import MUST_BE_ZERO, counts, run_faults
 
 in_lane = pytest.mark.skipif(not os.environ.get("KVMESH_TEST_FAULTS"), reason="make test-faults runs it: 10 minutes")

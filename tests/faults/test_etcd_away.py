@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.mesh import until
 from tests.support.streams import Stream, check_mock_answer
@@ -26,7 +26,7 @@ class EtcdMesh:
     def __init__(self, etcd: EtcdProcess, folder: Path, stack: ExitStack) -> None:
         self.etcd, self._folder, self._stack = etcd, folder, stack
         self._discovery = f"etcd:{etcd.endpoint}/site?lease-s={LEASE_S}"
-        self.start("frontend", "frontend", "--port", "0")
+        self.start("frontend", "kvmesh.frontend", "--port", "0")
         for name in ("a", "b"):
             self.worker(name)
         until(lambda: "ready" in self.log("frontend"))
@@ -37,7 +37,7 @@ class EtcdMesh:
 
     def worker(self, name: str) -> subprocess.Popen[bytes]:
         model = ("--model-path", str(CHECKPOINT_DIR), "--model", "tiny", "--kv-transfer", "shm")
-        return self.start(name, "workers", "--name", name, "--role", "aggregated", "--engine", "mock", *model)
+        return self.start(name, "kvmesh.workers", "--name", name, "--role", "aggregated", "--engine", "mock", *model)
 
     def start(self, name: str, module: str, *flags: str) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("ab") as log:

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from faults.clients import note_body, note_event
-from faults.oracle import Answered, Oracle, Verdict
-from faults.recovery import Happened, hits_of, is_excused, percentile, recovery_of, stopped_s, story, usual_waits
-from faults.run import unprovoked
-from faults.schedule import PlannedFault
-from faults.traffic import SHAPES, Ask, ask
-from faults.weights import ROLLED_OUT
-from protocol.errors import ConfigError
+from kvmesh.faults.clients import note_body, note_event
+from kvmesh.faults.oracle import Answered, Oracle, Verdict
+from kvmesh.faults.recovery import Happened, hits_of, is_excused, percentile, recovery_of, stopped_s, story, usual_waits
+from kvmesh.faults.run import unprovoked
+from kvmesh.faults.schedule import PlannedFault
+from kvmesh.faults.traffic import SHAPES, Ask, ask
+from kvmesh.faults.weights import ROLLED_OUT
+from kvmesh.protocol.errors import ConfigError
 
 ORACLE = Oracle(lambda token: f"<{token}>", {})
 ASK = Ask(number=1, shape="stream", frontend=0, max_tokens=3, prompt=(10, 20, 30), deadline_s=10)

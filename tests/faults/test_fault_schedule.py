@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.kinds import KINDS, SHARED, FaultKind
-from faults.schedule import MeshShape, counts_of, plan, read_schedule, written
-from protocol.errors import ConfigError
+from kvmesh.faults.kinds import KINDS, SHARED, FaultKind
+from kvmesh.faults.schedule import MeshShape, counts_of, plan, read_schedule, written
+from kvmesh.protocol.errors import ConfigError
 
 SEEDS = range(1, 11)
 

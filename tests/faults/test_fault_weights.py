@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from faults.weights import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.faults.weights import (
     ORIGINAL,
     OVERWRITTEN,
     ROLLED_OUT,
@@ -15,7 +15,7 @@ from faults.weights import (
     roll_out,
     token_of,
 )
-from workers.engines.mock.answers import mock_token
+from kvmesh.workers.engines.mock.answers import mock_token
 
 
 def test_a_rollout_puts_another_file_in_the_place_of_the_old_one(tmp_path: Path) -> None:

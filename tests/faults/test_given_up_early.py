@@ -5,14 +5,14 @@ from contextlib import aclosing
 
 import msgspec
 
-from kvcache.transfer.shm import ShmBackend
-from mesh.plane.frames import Cancel, Hello, Open, encode_frame
-from mesh.plane.server import Call, PlaneServer
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, encode, pack_tokens
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.mesh.plane.frames import Cancel, Hello, Open, encode_frame
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, encode, pack_tokens
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support.patience import PATIENCE_S
-from workers.engines.mock.executor import MockExecutor
-from workers.step_engine import StepEngine, StepEngineConfig
 
 
 async def open_engine() -> StepEngine:

@@ -17,7 +17,7 @@ PROMPT = range(100, 140)
 
 def zygote_of(mesh: Mesh, worker: str) -> psutil.Process:
     """Return the process that the guides of a worker are forked from; they end with it."""
-    (zygote,) = [p for p in psutil.Process(mesh.pid(worker)).children() if "mesh.jobs.zygote" in p.cmdline()]
+    (zygote,) = [p for p in psutil.Process(mesh.pid(worker)).children() if "kvmesh.mesh.jobs.zygote" in p.cmdline()]
     return zygote
 
 

@@ -9,11 +9,19 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from mesh.plane.client import PlaneClient
-from mesh.plane.frames import Hello, encode_frame
-from protocol.errors import InvalidRequestError, WireError
-from protocol.ids import RequestId
-from protocol.messages import Delta, GenerateRequest, ReleaseOffer, SamplingParams, StopConditions, Ticket, pack_tokens
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.frames import Hello, encode_frame
+from kvmesh.protocol.errors import InvalidRequestError, WireError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import (
+    Delta,
+    GenerateRequest,
+    ReleaseOffer,
+    SamplingParams,
+    StopConditions,
+    Ticket,
+    pack_tokens,
+)
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh, until
 from tests.support.streams import Stream, check_mock_answer

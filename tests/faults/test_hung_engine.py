@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
@@ -16,7 +16,7 @@ from tests.support.streams import Stream, check_mock_answer
 
 HANGING = {
     "a thread in a step": ("tests.support.stuck_worker", "--mock-speedup", "0"),
-    "a step of half an hour": ("workers", "--mock-itl-ms", "1800000"),
+    "a step of half an hour": ("kvmesh.workers", "--mock-itl-ms", "1800000"),
 }
 
 

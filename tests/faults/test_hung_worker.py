@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.generator import Trace
-from mesh.discovery import open_discovery
-from protocol.messages import Role
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.generator import Trace
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.engines.mock.executor import mock_token
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, until
 from tests.support.own_frontend import OwnFrontend
 from tests.support.patience import PATIENCE_S
 from tests.support.recovery import RECOVERED_S, slow_without_haste
 from tests.support.streams import VOCAB, Stream, check_failed_loudly, check_mock_answer
-from workers.engines.mock.executor import mock_token
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
@@ -96,7 +96,7 @@ async def frontend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     flags = ["--role", Role.DECODE.value, "--engine", "mock", "--model-path", str(CHECKPOINT_DIR), "--model", "tiny"]
     flags += ["--kv-transfer", "shm", "--discovery", url]
     processes = [
-        subprocess.Popen([sys.executable, "-m", "workers", "--name", name, *flags], stderr=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, "-m", "kvmesh.workers", "--name", name, *flags], stderr=subprocess.DEVNULL)
         for name in ("a", "b")
     ]
     discovery = open_discovery(url)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
@@ -65,7 +65,7 @@ def inside(cgroup: Path, *argv: str, join: str = JOIN) -> Iterator[subprocess.Po
 
 def worker(mesh: Mesh) -> tuple[str, ...]:
     served = ("--name", "limited", "--role", "aggregated", "--model-path", str(CHECKPOINT_DIR), "--model", "tiny")
-    return ("-m", "workers", *served, *ENGINE, "--discovery", f"file:{mesh.run_dir / 'discovery'}")
+    return ("-m", "kvmesh.workers", *served, *ENGINE, "--discovery", f"file:{mesh.run_dir / 'discovery'}")
 
 
 @pytest.mark.e2e

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache.transfer.nixl import why_unavailable
+from kvmesh.kvcache.transfer.nixl import why_unavailable
 from tests.faults.conftest import PAIR, watched
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh, running_mesh, until

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache.transfer.nixl import why_unavailable
+from kvmesh.kvcache.transfer.nixl import why_unavailable
 from tests.faults.conftest import PAIR, PATIENT, watched
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, running_mesh, until

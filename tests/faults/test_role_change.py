@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.plane.client import PlaneClient
-from protocol.errors import InvalidRequestError
-from protocol.messages import Control, ControlAction, ControlReply, Role
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply, Role
 from tests.faults.conftest import LEASE_S, PATIENT, watched
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, running_mesh, until

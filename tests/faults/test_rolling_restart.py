@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import TRUSTED, until
 from tests.support.patience import PATIENCE_S
@@ -110,12 +110,12 @@ def services(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service
     worker = ["--engine", "mock", "--model-path", str(CHECKPOINT_DIR), "--model", "tiny", "--kv-transfer", "shm"]
     try:
         for number in range(2):
-            services.add(f"decode-{number}", "workers", "--role", "decode", *worker)
-            services.add(f"prefill-{number}", "workers", "--role", "prefill", *worker)
+            services.add(f"decode-{number}", "kvmesh.workers", "--role", "decode", *worker)
+            services.add(f"prefill-{number}", "kvmesh.workers", "--role", "prefill", *worker)
             if request.param == "remote":
-                services.add(f"router-{number}", "router")
+                services.add(f"router-{number}", "kvmesh.router")
         for number in range(2):
-            services.add(f"frontend-{number}", "frontend", "--port", str(free_port()), "--router", request.param)
+            services.add(f"frontend-{number}", "kvmesh.frontend", "--port", str(free_port()), "--router", request.param)
         yield services
     finally:
         for process in services.running.values():

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protocol.messages import RouterCard, decode
+from kvmesh.protocol.messages import RouterCard, decode
 from tests.faults.conftest import PATIENT
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import TRUSTED, Mesh, running_mesh, until

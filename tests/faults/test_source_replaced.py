@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mesh.plane.client import PlaneClient
-from protocol.ids import RequestId
-from protocol.messages import Delta, GenerateRequest, PrefixSource, SamplingParams, StopConditions, pack_tokens
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Delta, GenerateRequest, PrefixSource, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.engines.mock.answers import mock_token
 from tests.faults.prompts import prompt_of
 from tests.faults.test_address_reused import worker
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_mock_answer
-from workers.engines.mock.answers import mock_token
 
 PROMPT = prompt_of(300)
 TOKENS = 8

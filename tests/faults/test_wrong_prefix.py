@@ -22,7 +22,7 @@ def test_a_wrong_prefix_is_named_once_in_the_log_and_in_health(tmp_path: Path) -
         stack.callback(etcd.stop)
         etcd.ctl("put", "/site/workers/a", "a card")
         log = tmp_path / "frontend.log"
-        command = [sys.executable, "-m", "frontend", "--port", "0", "--discovery", f"etcd:{etcd.endpoint}/sight"]
+        command = [sys.executable, "-m", "kvmesh.frontend", "--port", "0", "--discovery", f"etcd:{etcd.endpoint}/sight"]
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out)
         stack.callback(process.wait)

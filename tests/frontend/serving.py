@@ -10,12 +10,12 @@ import aiohttp
 import openai
 from msgspec.structs import replace
 
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from mesh.http.cors import Cors
-from mesh.http.request import AccessLog
-from mesh.http.server import Guard, listening
-from protocol.messages import Delta, Feature, FinishReason, TokenLogprob, WorkerCard
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.mesh.http.cors import Cors
+from kvmesh.mesh.http.request import AccessLog
+from kvmesh.mesh.http.server import Guard, listening
+from kvmesh.protocol.messages import Delta, Feature, FinishReason, TokenLogprob, WorkerCard
 from tests.frontend import tiny
 from tests.support.generator import ScriptedGenerator
 from tests.support.patience import PATIENCE_S

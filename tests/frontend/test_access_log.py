@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.access_log import AccessLogFile
-from protocol.errors import ConfigError
-from simulator.access_log import read_access_log
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.access_log import AccessLogFile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator.access_log import read_access_log
 from tests.frontend.whole_mesh import MODEL, whole_mesh
 
 PROMPT = "The same long prompt, which fills several blocks of the cache. " * 8

@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from frontend.config import FrontendConfig
-from frontend.service import serve
-from mesh.discovery import open_discovery
-from protocol.messages import FrontendCard, decode
-from router.config import RouterConfig
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.service import serve
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.protocol.messages import FrontendCard, decode
+from kvmesh.router.config import RouterConfig
 
 
 async def test_the_card_has_the_advertised_host(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from frontend.keys.guard import ApiKeyGuard
-from frontend.keys.salts import open_salt
-from mesh.http.errors import ForbiddenError
+from kvmesh.frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.keys.salts import open_salt
+from kvmesh.mesh.http.errors import ForbiddenError
 from tests.frontend.serving import CHAT, TEXT, Served, able_card, serving
 from tests.mesh.http.raw import Handlers, Site, read_replies
 from tests.support.patience import PATIENCE_S

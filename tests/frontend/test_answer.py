@@ -6,13 +6,13 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.answer import GrowingAnswer
-from frontend.detokenizer import token_decoder
-from frontend.formats import answer_format
-from frontend.parsers.chain import merge
-from frontend.parsers.events import CallBegun, Event, Tool
-from frontend.request import Tools
-from protocol.messages import Delta, FinishReason, TokenLogprob
+from kvmesh.frontend.answer import GrowingAnswer
+from kvmesh.frontend.detokenizer import token_decoder
+from kvmesh.frontend.formats import answer_format
+from kvmesh.frontend.parsers.chain import merge
+from kvmesh.frontend.parsers.events import CallBegun, Event, Tool
+from kvmesh.frontend.request import Tools
+from kvmesh.protocol.messages import Delta, FinishReason, TokenLogprob
 from tests.frontend import tiny
 from tests.support.budget import examples
 

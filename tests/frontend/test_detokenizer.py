@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from frontend.detokenizer import (
+from kvmesh.frontend.detokenizer import (
     REPLACEMENT,
     ByteLevelDecoder,
     PieceDecoder,

@@ -3,13 +3,13 @@
 import pytest
 from msgspec.structs import replace
 
-from frontend.direct import DirectRouter
-from frontend.generator import Hints
-from frontend.hints import with_headers
-from frontend.route_requests import route_request
-from protocol.errors import InvalidRequestError, MeshError, NoWorkerError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Placed, Role, RouteRequest
+from kvmesh.frontend.direct import DirectRouter
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.hints import with_headers
+from kvmesh.frontend.route_requests import route_request
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, NoWorkerError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Placed, Role, RouteRequest
 from tests.frontend import tiny
 
 

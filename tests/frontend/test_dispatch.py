@@ -9,13 +9,13 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from frontend import dispatch, route_requests
-from frontend.dispatch import Dispatcher
-from frontend.generator import MAX_EXPLANATIONS, Hints, Trace
-from frontend.presence import FailedWorker
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import (
+from kvmesh.frontend import dispatch, route_requests
+from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.generator import MAX_EXPLANATIONS, Hints, Trace
+from kvmesh.frontend.presence import FailedWorker
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
     DrainingError,
@@ -30,9 +30,9 @@ from protocol.errors import (
     UnreachableError,
     WireError,
 )
-from protocol.hashing import plain_sequence_hash_bytes
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.protocol.hashing import plain_sequence_hash_bytes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Delta,
     FinishReason,
     GenerateRequest,
@@ -45,7 +45,7 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from protocol.messages import decode as decoded
+from kvmesh.protocol.messages import decode as decoded
 from tests.support.deltas import OneByOne, deltas_of
 from tests.support.fake_mesh import FakeMesh, FakeWorker, Step, answer
 from tests.support.patience import PATIENCE_S
@@ -87,7 +87,7 @@ def request_of(max_tokens: int = 10) -> GenerateRequest:
 
 
 class Waiting:
-    """Implements frontend.presence.Presence: says of every worker that failed until when to wait for it."""
+    """Implements kvmesh.frontend.presence.Presence: says of every worker that failed until when to wait for it."""
 
     def __init__(self, wait_s: float) -> None:
         self.wait_s = wait_s

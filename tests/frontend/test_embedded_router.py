@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from frontend.config import FrontendConfig
-from frontend.service import embedded_config, open_router
-from mesh.discovery import open_discovery
-from mesh.plane.client import PlaneClient
-from router.config import RouterConfig
-from router.feeds import WorkerFeed
-from router.local import LocalRouter
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.service import embedded_config, open_router
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.local import LocalRouter
 
 
 async def router_of(

@@ -4,14 +4,14 @@ from typing import cast
 
 import pytest
 
-from frontend.endpoint import with_hints
-from frontend.generator import Hints
-from frontend.keys.caller import KeyCaller
-from frontend.keys.usage import Usage, UsageLog
-from frontend.openai.parameters import CHAT_NAMES
-from frontend.request import ParsedRequest
-from mesh.http.connection import Connection
-from mesh.http.request import Request
+from kvmesh.frontend.endpoint import with_hints
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.keys.caller import KeyCaller
+from kvmesh.frontend.keys.usage import Usage, UsageLog
+from kvmesh.frontend.openai.parameters import CHAT_NAMES
+from kvmesh.frontend.request import ParsedRequest
+from kvmesh.mesh.http.connection import Connection
+from kvmesh.mesh.http.request import Request
 from tests.frontend.serving import TEXT, Served
 
 CHAT = ParsedRequest(names=CHAT_NAMES, model="tiny", hints=Hints(session="s"))

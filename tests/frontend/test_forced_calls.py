@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from frontend.parsers.events import CallArguments, CallBegun
-from frontend.parsers.tools import ArgumentsAsJson, CallsAsJson
-from protocol.messages import Delta, FinishReason
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun
+from kvmesh.frontend.parsers.tools import ArgumentsAsJson, CallsAsJson
+from kvmesh.protocol.messages import Delta, FinishReason
 from tests.frontend.parsers.streams import run
 from tests.frontend.serving import BACKEND, Served, ids
 

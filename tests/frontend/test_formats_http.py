@@ -9,9 +9,9 @@ import pydantic
 import pytest
 from msgspec.structs import replace
 
-from protocol.errors import InvalidRequestError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, Feature, Guide, GuideKind, Role
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Delta, Feature, Guide, GuideKind, Role
 from tests.frontend.serving import BACKEND, CHAT, TEXT, Served, able_card, ids, serving, words
 
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}

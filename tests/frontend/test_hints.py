@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.generator import Hints
-from frontend.hints import HEADERS, with_headers
-from protocol.errors import InvalidRequestError
-from protocol.messages import RouteRequest, decode, encode
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.hints import HEADERS, with_headers
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import RouteRequest, decode, encode
 
 
 def of(**headers: str) -> Hints:

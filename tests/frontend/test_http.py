@@ -14,13 +14,13 @@ import pytest
 from msgspec.structs import asdict, replace
 from prometheus_client import REGISTRY
 
-from frontend.generator import Hints, Trace
-from frontend.http import HttpSettings
-from frontend.prompts import LONG_TURNS
-from frontend.templates import ChatTemplate
-from mesh.http.server import log_line
-from mesh.telemetry import TextFormatter
-from protocol.errors import (
+from kvmesh.frontend.generator import Hints, Trace
+from kvmesh.frontend.http import HttpSettings
+from kvmesh.frontend.prompts import LONG_TURNS
+from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.mesh.http.server import log_line
+from kvmesh.mesh.telemetry import TextFormatter
+from kvmesh.protocol.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineError,
@@ -30,8 +30,8 @@ from protocol.errors import (
     PeerLostError,
     TransferError,
 )
-from protocol.ids import WorkerId
-from protocol.messages import Delta, FinishReason, Placed, Role, Target, TokenLogprob, unpack_tokens
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Delta, FinishReason, Placed, Role, Target, TokenLogprob, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, CHAT, TEXT, Served, ids, read_events, serving, words
 from tests.support.counted import counted_in
@@ -515,7 +515,7 @@ async def test_a_chat_of_many_bytes_is_rendered_beside_the_event_loop(
         return "hi"
 
     monkeypatch.setattr(ChatTemplate, "render", render)
-    monkeypatch.setattr("frontend.prompts.LONG_CHAT_BYTES", 20_000)
+    monkeypatch.setattr("kvmesh.frontend.prompts.LONG_CHAT_BYTES", 20_000)
     long = "x" * 20_000
     for more in ({}, {"messages": [{"role": "user", "content": long}]}, {"chat_template_kwargs": {"rows": long}}):
         status, _, _ = await served.post("/v1/chat/completions", CHAT | more)
@@ -693,14 +693,14 @@ async def test_the_access_log_tells_the_tokens_of_a_request(
     model_folder: Path, caplog: pytest.LogCaptureFixture, is_stream: bool
 ) -> None:
     """The simulator replays it."""
-    caplog.set_level("INFO", "mesh.http.access")
+    caplog.set_level("INFO", "kvmesh.mesh.http.access")
     async with serving(tiny.card("w", path=model_folder), access_log=log_line) as served:
         _, _, answer = await served.post("/v1/chat/completions", CHAT)
         usage = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
         caplog.clear()
         await served.post("/v1/chat/completions", CHAT | {"stream": is_stream})
         await served.post("/v1/chat/completions", b"{")
-    whole, refused = (vars(record) for record in caplog.records if record.name == "mesh.http.access")
+    whole, refused = (vars(record) for record in caplog.records if record.name == "kvmesh.mesh.http.access")
     assert (whole["model"], whole["cached_tokens"]) == (CHAT["model"], 0)
     assert (whole["isl_tokens"], whole["osl_tokens"]) == usage
     assert (refused["status"], "isl_tokens" in refused) == (400, False)

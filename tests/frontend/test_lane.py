@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from frontend import outlet
-from frontend.answer import GrowingAnswer
-from frontend.lane import MOST_TOKENS, NATIVE, PlainTokenLane, TokenLane
-from frontend.outlet import SseOutlet
-from protocol.messages import Delta, Feature, FinishReason, encode
+from kvmesh.frontend import outlet
+from kvmesh.frontend.answer import GrowingAnswer
+from kvmesh.frontend.lane import MOST_TOKENS, NATIVE, PlainTokenLane, TokenLane
+from kvmesh.frontend.outlet import SseOutlet
+from kvmesh.protocol.messages import Delta, Feature, FinishReason, encode
 from tests.frontend import tiny
 from tests.frontend.serving import CHAT, END, TEXT, Served, ids, scored, serving
 from tests.support.implementations import LANES, NOT_BUILT

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import AddedToken
 
-from protocol.ids import WorkerId
-from protocol.messages import Feature, Role, unpack_tokens
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Feature, Role, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, CHAT, TEXT, Served, able_card, ids, serving, words
 

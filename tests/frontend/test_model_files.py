@@ -10,15 +10,15 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from frontend.model_files import ModelFolders
-from frontend.models import ModelRegistry
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import ConfigError, MeshError
-from protocol.messages import ModelFilePart, WorkerCard
-from protocol.model_files import MAX_MODEL_FILE_BYTES, ModelFile, fingerprint
+from kvmesh.frontend.model_files import ModelFolders
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import ConfigError, MeshError
+from kvmesh.protocol.messages import ModelFilePart, WorkerCard
+from kvmesh.protocol.model_files import MAX_MODEL_FILE_BYTES, ModelFile, fingerprint
+from kvmesh.workers.model_files import OfferedFiles, model_files
 from tests.frontend import tiny
-from workers.model_files import OfferedFiles, model_files
 
 
 class Site:
@@ -186,7 +186,7 @@ async def test_two_frontends_may_fill_one_cache_at_once(site: Site) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.model_files.MAX_MODEL_FILE_BYTES", 10)
+    monkeypatch.setattr("kvmesh.workers.model_files.MAX_MODEL_FILE_BYTES", 10)
     assert MAX_MODEL_FILE_BYTES > 10
     (tmp_path / "tokenizer.json").write_bytes(b"x" * 11)
     (tmp_path / "chat_template.jinja").write_bytes(b"x")

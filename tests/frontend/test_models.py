@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from frontend.config import FrontendConfig
-from frontend.errors import UnknownModelError
-from frontend.models import RETRY_S, ModelRegistry
-from frontend.tokenizing.backends import BackendName
-from mesh.config import load
-from protocol.errors import ConfigError, NoWorkerError
-from protocol.ids import WorkerId
-from protocol.messages import Role
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.errors import UnknownModelError
+from kvmesh.frontend.models import RETRY_S, ModelRegistry
+from kvmesh.frontend.tokenizing.backends import BackendName
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError, NoWorkerError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role
 from tests.frontend import tiny
 from tests.support.patience import PATIENCE_S
 

@@ -9,21 +9,21 @@ from msgspec import Struct, convert
 from msgspec.structs import fields
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from frontend.anthropic.shapes import CountRequest, MessagesRequest
-from frontend.bodies import Only
-from frontend.hints import HEADERS
-from frontend.http import FrontendApi, HttpSettings
-from frontend.mesh_api.status import docs_page
-from frontend.mesh_api.tokenize import DetokenizeRequest, TokenizeRequest
-from frontend.models import ModelRegistry
-from frontend.openai.embeddings import EmbeddingsRequest
-from frontend.openai.shapes import ChatRequest, CompletionRequest
-from frontend.openapi import HINT_HEADERS, SSE, openapi
-from frontend.openapi_fields import SENTENCES
-from frontend.operation import HTTP_FAILURES
-from frontend.responses.shapes import ResponsesRequest
-from frontend.table import ENDPOINTS
-from mesh.http.errors import CODES, http_failure
+from kvmesh.frontend.anthropic.shapes import CountRequest, MessagesRequest
+from kvmesh.frontend.bodies import Only
+from kvmesh.frontend.hints import HEADERS
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.mesh_api.status import docs_page
+from kvmesh.frontend.mesh_api.tokenize import DetokenizeRequest, TokenizeRequest
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.openai.embeddings import EmbeddingsRequest
+from kvmesh.frontend.openai.shapes import ChatRequest, CompletionRequest
+from kvmesh.frontend.openapi import HINT_HEADERS, SSE, openapi, shown_name
+from kvmesh.frontend.openapi_fields import SENTENCES
+from kvmesh.frontend.operation import HTTP_FAILURES
+from kvmesh.frontend.responses.shapes import ResponsesRequest
+from kvmesh.frontend.table import ENDPOINTS
+from kvmesh.mesh.http.errors import CODES, http_failure
 from tests.frontend.serving import Served
 from tests.support.generator import ScriptedGenerator
 
@@ -43,7 +43,7 @@ REQUESTS = (
 
 def schema_of(kind: type[Struct]) -> dict[str, Any]:
     """Return the schema of a type; where two types share a name, their modules are part of it."""
-    module = kind.__module__.replace("frontend.openai.shapes", "frontend.openai")  # as generated clients know it
+    module = shown_name(f"{kind.__module__}.").removesuffix(".")  # as generated clients know it
     return SCHEMAS.get(kind.__name__) or SCHEMAS[f"{module}.{kind.__name__}"]
 
 

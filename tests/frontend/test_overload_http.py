@@ -2,8 +2,8 @@
 
 import pytest
 
-from frontend import job
-from protocol.errors import OverloadedError
+from kvmesh.frontend import job
+from kvmesh.protocol.errors import OverloadedError
 from tests.frontend.serving import CHAT, Served
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from frontend.tokenizing.patterns import UnknownPattern, joint
+from kvmesh.frontend.tokenizing.patterns import UnknownPattern, joint
 from tests.frontend import kinds
 from tests.support.budget import examples
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from frontend.tokenizing.cache import PieceCache
+from kvmesh.frontend.tokenizing.cache import PieceCache
 
 
 def test_what_was_put_is_found_and_counted() -> None:

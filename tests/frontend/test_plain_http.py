@@ -11,15 +11,15 @@ from typing import Any
 import anthropic
 import pytest
 
-from frontend.config import FrontendConfig
-from frontend.generator import Trace
-from frontend.keys.guard import ApiKeyGuard
-from frontend.report import PLACEMENT_HEADERS, placement_headers
-from frontend.security import open_to
-from mesh.config import load
-from protocol.errors import ConfigError, OverloadedError
-from protocol.ids import WorkerId
-from protocol.messages import Placed, Target
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.generator import Trace
+from kvmesh.frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.report import PLACEMENT_HEADERS, placement_headers
+from kvmesh.frontend.security import open_to
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError, OverloadedError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Placed, Target
 from tests.frontend.serving import CHAT, Served, able_card, serving
 from tests.support.patience import PATIENCE_S
 

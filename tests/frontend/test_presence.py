@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from frontend.presence import CUT_OFF_S, KEY_PREFIX, NEVER, NEWS_S, FailedWorker, MeshPresence
-from mesh.discovery import Deleted, Put
-from protocol.errors import DrainingError, EngineError, IdentityError, MeshError, PeerLostError, UnreachableError
-from protocol.ids import WorkerId
-from protocol.messages import KeptCard, Role, WorkerCard, encode
+from kvmesh.frontend.presence import CUT_OFF_S, KEY_PREFIX, NEVER, NEWS_S, FailedWorker, MeshPresence
+from kvmesh.mesh.discovery import Deleted, Put
+from kvmesh.protocol.errors import DrainingError, EngineError, IdentityError, MeshError, PeerLostError, UnreachableError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import KeptCard, Role, WorkerCard, encode
 from tests.support.routing import card as worker_card
 
 LOST = PeerLostError("the connection broke")
@@ -33,7 +33,7 @@ EXPIRED = IdentityError("the certificate of this frontend has expired")
 
 
 class News:
-    """Implements router.feeds.WorkerNews."""
+    """Implements kvmesh.router.feeds.WorkerNews."""
 
     def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None:
         self.join, self.leave = joined, left

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from frontend.processes import reserved_port
-from protocol.errors import ConfigError
+from kvmesh.frontend.processes import reserved_port
+from kvmesh.protocol.errors import ConfigError
 
 HOLD = """
 import sys
-from frontend.processes import reserved_port
+from kvmesh.frontend.processes import reserved_port
 with reserved_port("127.0.0.1", 0) as port:
     print(port, flush=True)
     sys.stdin.read()

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from frontend.answer import Part, PlacedLogprob
-from frontend.echo import PromptEcho
-from frontend.tokenizer import Tokenizer
-from protocol.errors import EngineError
-from protocol.messages import TokenLogprob, pack_tokens
+from kvmesh.frontend.answer import Part, PlacedLogprob
+from kvmesh.frontend.echo import PromptEcho
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.messages import TokenLogprob, pack_tokens
 from tests.frontend import tiny
 from tests.support.budget import examples
 

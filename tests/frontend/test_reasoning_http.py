@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Delta, FinishReason, unpack_tokens
+from kvmesh.protocol.messages import Delta, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, CHAT, END, TEMPLATE, TEXT, Served, able_card, ids, scored, serving, words
 

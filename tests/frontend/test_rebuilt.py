@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from frontend import dispatch
-from frontend.rebuilt import complete
-from frontend.spans import TraceSpans
-from frontend.timeline import MAX_ATTEMPTS, RequestTimeline, Timelines, now, phases
-from mesh.otlp import Span
-from protocol.errors import MeshError, NoWorkerError, PeerLostError, UnreachableError
-from protocol.ids import RequestId
-from protocol.messages import Delta, FinishReason, PullReport, TimedDelta, WorkerTimes
+from kvmesh.frontend import dispatch
+from kvmesh.frontend.rebuilt import complete
+from kvmesh.frontend.spans import TraceSpans
+from kvmesh.frontend.timeline import MAX_ATTEMPTS, RequestTimeline, Timelines, now, phases
+from kvmesh.mesh.otlp import Span
+from kvmesh.protocol.errors import MeshError, NoWorkerError, PeerLostError, UnreachableError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Delta, FinishReason, PullReport, TimedDelta, WorkerTimes
 from tests.frontend.test_dispatch import PROMPT, Run, decode, prefill
 
 LATE = WorkerTimes(queued_s=1e-6, first_s=2e-6, total_s=3e-6, preemptions=1)

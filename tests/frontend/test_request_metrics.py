@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from frontend.http import HttpSettings
-from frontend.service_level import ServiceLevel
-from protocol.errors import EngineError
+from kvmesh.frontend.http import HttpSettings
+from kvmesh.frontend.service_level import ServiceLevel
+from kvmesh.protocol.errors import EngineError
 from tests.frontend import tiny
 from tests.frontend.serving import Served, serving
 from tests.support.counted import counted_in

@@ -17,10 +17,10 @@ import requests
 import schemathesis
 from schemathesis.config import SchemathesisConfig
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.http import HttpSettings
-from frontend.openapi import SSE, openapi
-from frontend.table import ENDPOINTS
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.http import HttpSettings
+from kvmesh.frontend.openapi import SSE, openapi
+from kvmesh.frontend.table import ENDPOINTS
 from tests.frontend.whole_mesh import ADAPTER, MODEL, PREFILL_WORKER, WORKER, whole_mesh
 from tests.support.budget import LARGE
 from tests.support.patience import PATIENCE_S

@@ -8,10 +8,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from frontend.security import tls_context
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import App, Route, listening
-from protocol.errors import ConfigError
+from kvmesh.frontend.security import tls_context
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import App, Route, listening
+from kvmesh.protocol.errors import ConfigError
 
 
 async def echo(request: Request) -> Reply:

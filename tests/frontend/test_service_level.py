@@ -2,7 +2,7 @@
 
 import pytest
 
-from frontend.service_level import ServiceLevel
+from kvmesh.frontend.service_level import ServiceLevel
 
 SLO = ServiceLevel(ttft_s=1.0, itl_s=0.1)
 

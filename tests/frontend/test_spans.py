@@ -2,14 +2,14 @@
 
 import json
 
-from frontend.spans import TraceSpans
-from frontend.timeline import RequestTimeline, now
-from frontend.tracing import is_wanted
-from mesh.otlp import Span, encode_spans
-from mesh.trace_context import TraceContext
-from protocol.errors import PeerLostError
-from protocol.ids import RequestId
-from protocol.messages import FinishReason, TimedDelta, WorkerTimes
+from kvmesh.frontend.spans import TraceSpans
+from kvmesh.frontend.timeline import RequestTimeline, now
+from kvmesh.frontend.tracing import is_wanted
+from kvmesh.mesh.otlp import Span, encode_spans
+from kvmesh.mesh.trace_context import TraceContext
+from kvmesh.protocol.errors import PeerLostError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import FinishReason, TimedDelta, WorkerTimes
 from tests.frontend.test_dispatch import Run, decode, prefill
 from tests.frontend.test_timeline import recorded
 

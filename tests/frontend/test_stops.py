@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.stops import StopMatcher
+from kvmesh.frontend.stops import StopMatcher
 
 texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)

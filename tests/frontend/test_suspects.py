@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from frontend import suspects
-from frontend.suspects import MAX_REMEMBERED, REMEMBERED_S, Condemned, Trial, Trials, fingerprint, has_ended
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import IdentityError, MeshError, PeerLostError, UnreachableError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import GenerateRequest, SamplingParams, Target, WorkerIdentity, pack_tokens
+from kvmesh.frontend import suspects
+from kvmesh.frontend.suspects import MAX_REMEMBERED, REMEMBERED_S, Condemned, Trial, Trials, fingerprint, has_ended
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import IdentityError, MeshError, PeerLostError, UnreachableError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import GenerateRequest, SamplingParams, Target, WorkerIdentity, pack_tokens
 from tests.support.patience import PATIENCE_S
 
 REQUEST = GenerateRequest(request_id=RequestId("r"), model="m", prompt=pack_tokens([1, 2, 3]))

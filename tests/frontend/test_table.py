@@ -6,15 +6,15 @@ import aiohttp
 import msgspec
 import pytest
 
-from frontend.bodies import decode_body
-from frontend.endpoint import Endpoint, Services, identified
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from frontend.operation import OWN_FAILURES, Operation
-from frontend.shapes import Strict
-from frontend.table import ENDPOINTS
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import listening
+from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.endpoint import Endpoint, Services, identified
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.operation import OWN_FAILURES, Operation
+from kvmesh.frontend.shapes import Strict
+from kvmesh.frontend.table import ENDPOINTS
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import listening
 from tests.support.generator import ScriptedGenerator
 
 API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"

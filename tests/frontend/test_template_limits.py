@@ -5,9 +5,9 @@ import tracemalloc
 
 import pytest
 
-from frontend.template_limits import MAX_SOURCE_CHARS
-from frontend.templates import ChatTemplate
-from protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.frontend.template_limits import MAX_SOURCE_CHARS
+from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 from tests.support.patience import PATIENCE_S
 
 MOST_BYTES = 400 << 20

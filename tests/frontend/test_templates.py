@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from frontend.openai.parameters import parse_chat
-from frontend.templates import ChatTemplate
-from protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.frontend.openai.parameters import parse_chat
+from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 from tests.frontend import tiny
 
 CHECKPOINT = Path(__file__).parents[2] / "kvmesh" / "tiny_model" / "checkpoint"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.keys.guard import ApiKeyGuard
 from tests.frontend.serving import CHAT, Served, able_card, serving
 
 

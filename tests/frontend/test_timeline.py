@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from frontend import dispatch
-from frontend.timeline import Phase, RequestTimeline, Timelines, phases
-from mesh.trace_context import TraceContext
-from protocol.errors import EngineError, PeerLostError
-from protocol.ids import RequestId
-from protocol.messages import Delta, FinishReason, PullReport
+from kvmesh.frontend import dispatch
+from kvmesh.frontend.timeline import Phase, RequestTimeline, Timelines, phases
+from kvmesh.mesh.trace_context import TraceContext
+from kvmesh.protocol.errors import EngineError, PeerLostError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Delta, FinishReason, PullReport
 from tests.frontend.serving import CHAT, able_card, serving
 from tests.frontend.test_dispatch import PROMPT, Run, decode, prefill
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import processors
 
-from frontend.tokenizer import CUT_INLINE_CHARS, Tokenizer, TooManyTokensError
-from protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.frontend.tokenizer import CUT_INLINE_CHARS, Tokenizer, TooManyTokensError
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 from tests.frontend import tiny
 
 BACKENDS = ["hf", "fastokens"]
@@ -108,7 +108,7 @@ async def test_of_a_long_known_prompt_only_the_end_is_encoded(backend: str, monk
 async def test_a_text_is_not_tokenized_far_beyond_the_tokens_that_are_wanted(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend.tokenizer.BATCH_CHARS", 20_000)
+    monkeypatch.setattr("kvmesh.frontend.tokenizer.BATCH_CHARS", 20_000)
     tokenizer = fresh(backend)
     text = "".join(f"word {n}\n\n" for n in range(30_000))  # above CUT_INLINE_CHARS
     whole = await tokenizer.encode_packed(text, add_special_tokens=False, salt="whole")

@@ -11,11 +11,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.tokenizer import Tokenizer
-from frontend.tokenizing import backends
-from frontend.tokenizing.backends import FastokensBackend, HfBackend, choose_backend, difference, require_backend
-from frontend.tokenizing.probes import HARD_TEXTS, probes
-from protocol.errors import ConfigError
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.frontend.tokenizing import backends
+from kvmesh.frontend.tokenizing.backends import FastokensBackend, HfBackend, choose_backend, difference, require_backend
+from kvmesh.frontend.tokenizing.probes import HARD_TEXTS, probes
+from kvmesh.protocol.errors import ConfigError
 from tests.frontend.kinds import KINDS, corpus
 from tests.frontend.test_cuts import TEXTS, reference
 from tests.support.budget import LARGE, examples

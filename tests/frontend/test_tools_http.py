@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from protocol.messages import Delta, Feature, FinishReason, GuideKind, unpack_tokens
+from kvmesh.protocol.messages import Delta, Feature, FinishReason, GuideKind, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, CHAT, Served, able_card, ids, scored, serving, words
 

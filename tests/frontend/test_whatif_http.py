@@ -8,14 +8,14 @@ import httpx
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.timeline import AnswerRecord, RequestTimeline, Timelines
-from frontend.whatif import recent as memory
-from frontend.whatif.question import PastMesh, WhatIfQuestion
-from frontend.whatif.recent import RecentRequests
-from frontend.whatif.runner import WhatIfRunner, read_question
-from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError
-from protocol.ids import RequestId
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.timeline import AnswerRecord, RequestTimeline, Timelines
+from kvmesh.frontend.whatif import recent as memory
+from kvmesh.frontend.whatif.question import PastMesh, WhatIfQuestion
+from kvmesh.frontend.whatif.recent import RecentRequests
+from kvmesh.frontend.whatif.runner import WhatIfRunner, read_question
+from kvmesh.protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError
+from kvmesh.protocol.ids import RequestId
 from tests.frontend.whole_mesh import MODEL, whole_mesh
 from tests.support.patience import PATIENCE_S
 

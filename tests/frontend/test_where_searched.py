@@ -7,11 +7,11 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from frontend.models import ONLY_PREFILLS, UNKNOWN_PARSER
-from frontend.service import searched
-from protocol.messages import Role, WorkerCard
-from router.down import DownWorkers
-from router.feeds import WorkerFeed
+from kvmesh.frontend.models import ONLY_PREFILLS, UNKNOWN_PARSER
+from kvmesh.frontend.service import searched
+from kvmesh.protocol.messages import Role, WorkerCard
+from kvmesh.router.down import DownWorkers
+from kvmesh.router.feeds import WorkerFeed
 from tests.frontend import tiny
 from tests.frontend.serving import TEXT, Served, serving
 

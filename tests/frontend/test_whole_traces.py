@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.frontend.whole_mesh import MODEL, WORKER, whole_mesh
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.patience import PATIENCE_S

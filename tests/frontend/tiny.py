@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard
 
 CORPUS = [
     "Once upon a time there was a little fox who lived at the edge of the forest.",

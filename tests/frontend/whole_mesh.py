@@ -13,19 +13,19 @@ from typing import Any
 
 import httpx
 
-from frontend.config import FrontendConfig
-from frontend.service import serve
-from kvcache.transfer.shm import ShmBackend
-from mesh.discovery import open_discovery
-from mesh.plane.server import PlaneServer
-from protocol.messages import FrontendCard, Role, decode
-from router.config import RouterConfig
-from workers.config import WorkerConfig
-from workers.engines.mock.executor import MockExecutor
-from workers.engines.mock.vocabulary import read_vocabulary
-from workers.membership import Membership
-from workers.service import Worker
-from workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.service import serve
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.mesh.plane.server import PlaneServer
+from kvmesh.protocol.messages import FrontendCard, Role, decode
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.engines.mock.vocabulary import read_vocabulary
+from kvmesh.workers.membership import Membership
+from kvmesh.workers.service import Worker
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 
 MODEL = "tiny"
 WORKER = "worker-0"

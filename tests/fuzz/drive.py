@@ -9,7 +9,7 @@ import sys
 
 import atheris
 
-OURS = ["protocol", "mesh", "kvevents", "kvcache", "frontend", "router", "workers"]
+OURS = ["kvmesh"]
 KEPT_AS_BYTES = 0.4  # of the changes are made byte by byte, as libFuzzer likes
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvevents.formats import encode_payload
-from mesh.plane import frames
-from protocol import messages
-from protocol.events import Cleared, Removed, Stored
-from protocol.ids import EngineHash
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.mesh.plane import frames
+from kvmesh.protocol import messages
+from kvmesh.protocol.events import Cleared, Removed, Stored
+from kvmesh.protocol.ids import EngineHash
 from tests.fuzz.surfaces.text import OPENERS
 from tests.fuzz.surfaces.web import BODIES
 from tests.fuzz.surfaces.wire import CARDS, KINDS

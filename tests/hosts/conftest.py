@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.hosts.lab import lab, why_not
-from cluster.hosts.mesh import SERVERS, HostsMesh
+from kvmesh.cluster.hosts.lab import lab, why_not
+from kvmesh.cluster.hosts.mesh import SERVERS, HostsMesh
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts.lab import HostProcess, Lab, LabError, lab, why_not
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.hosts.lab import HostProcess, Lab, LabError, lab, why_not
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.guide import commands_of
 from tests.support.patience import PATIENCE_S
 
-SERVICES = ("etcd ", "nats-server ", "kvmesh frontend ", "kvmesh worker ", "python -m ")
+SERVICES = ("etcd ", "nats-server ", "kvmesh frontend ", "kvmesh worker ")
 _ADDRESS = re.compile(r"--(?:advertise-)?host 10\.0\.0\.(\d)")
 
 

@@ -2,7 +2,7 @@
 
 import pytest_asyncio
 
-from mesh.discovery import Discovery
+from kvmesh.mesh.discovery import Discovery
 from tests.contracts.test_discovery import (  # noqa: F401
     test_a_backend_says_where_it_searches,
     test_a_new_value_is_news,

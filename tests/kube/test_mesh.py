@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.kube.conftest import Space
 from tests.support.kube_apiserver import ApiRefusedError
 from tests.support.mesh import TRUSTED, until
@@ -36,7 +36,7 @@ class KubeMesh:
         self._ends = threading.Event()
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.start("frontend-0", "frontend", "frontend", f"{self.url}/health", "--port", str(port))
+        self.start("frontend-0", "frontend", "kvmesh.frontend", f"{self.url}/health", "--port", str(port))
         self.worker("prefill-0", "prefill")
         self.worker("decode-0", "decode")
         kubelet = threading.Thread(target=self._probe, name="kubelet", daemon=True)
@@ -48,7 +48,7 @@ class KubeMesh:
         port = free_port()
         model = ("--model-path", str(CHECKPOINT_DIR), "--model", "tiny", "--engine", "torch", "--kv-transfer", "shm")
         flags = ("--name", pod, "--role", role, "--metrics-port", str(port), *model)
-        self.start(pod, "worker", "workers", f"http://127.0.0.1:{port}/health", *flags)
+        self.start(pod, "worker", "kvmesh.workers", f"http://127.0.0.1:{port}/health", *flags)
 
     def start(self, pod: str, service: str, module: str, probe: str, *flags: str) -> None:
         environ = os.environ | self.space.pod(pod, is_ready=False)

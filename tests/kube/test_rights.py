@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner.connectors.connector import ConnectorError
-from planner.connectors.kubernetes import KubernetesConnector
-from planner.model import Action, Reason, ScalingDecision
+from kvmesh.planner.connectors.connector import ConnectorError
+from kvmesh.planner.connectors.kubernetes import KubernetesConnector
+from kvmesh.planner.model import Action, Reason, ScalingDecision
 from tests.kube.conftest import Space, install_chart
 from tests.support.kube_apiserver import ApiRefusedError
 from tests.support.patience import PATIENCE_S

@@ -6,9 +6,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from mesh.discovery.kubernetes_objects import CardOwner, card_object, name_of
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard, encode
+from kvmesh.mesh.discovery.kubernetes_objects import CardOwner, card_object, name_of
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard, encode
 from tests.kube.conftest import Space
 from tests.support.patience import PATIENCE_S
 
@@ -16,7 +16,7 @@ CARDS = 1000
 READER = """
 import asyncio, json, resource, sys, time
 from pathlib import Path
-from mesh.discovery.kubernetes import KubernetesDiscovery
+from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery
 def rss_mib():
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.digest import digest_terms
-from protocol.hashing import digest_term
+from kvmesh.kvcache.digest import digest_terms
+from kvmesh.protocol.hashing import digest_term
 
 
 @given(st.lists(st.integers(0, (1 << 64) - 1), max_size=60))

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from kvcache.tiers import s3
-from kvcache.tiers.objects import ABSENT, Objects
-from kvcache.tiers.place import place_of
-from kvcache.tiers.s3 import open_bucket
-from kvcache.tiers.store import TierIoError
+from kvmesh.kvcache.tiers import s3
+from kvmesh.kvcache.tiers.objects import ABSENT, Objects
+from kvmesh.kvcache.tiers.place import place_of
+from kvmesh.kvcache.tiers.s3 import open_bucket
+from kvmesh.kvcache.tiers.store import TierIoError
 from tests.support.failing_s3 import CREDENTIALS, FailingS3, Trouble
 from tests.support.patience import PATIENCE_S
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.transfer.heads import BlockPart, BlockPiece, HeadShard, heads_of, layout_of, plan_heads
-from kvcache.transfer.offers import plan_spans
-from protocol.errors import TransferError
-from protocol.messages import KvLayout
+from kvmesh.kvcache.transfer.heads import BlockPart, BlockPiece, HeadShard, heads_of, layout_of, plan_heads
+from kvmesh.kvcache.transfer.offers import plan_spans
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.messages import KvLayout
 
 SIZES = [1, 2, 3, 4, 6, 8, 16]
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.mirror import CacheMirror
-from protocol.errors import WireError
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term, hash_seed, sequence_hashes
-from protocol.ids import EngineHash, SequenceHash, WorkerId
-from protocol.tiers import MEDIA, Tier
-from router.index import Holder, PlainIndex
+from kvmesh.kvcache.mirror import CacheMirror
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term, hash_seed, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, SequenceHash, WorkerId
+from kvmesh.protocol.tiers import MEDIA, Tier
+from kvmesh.router.index import Holder, PlainIndex
 
 BLOCK = 2
 

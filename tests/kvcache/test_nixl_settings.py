@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvcache.transfer.nixl import ignored_settings, why_unavailable
+from kvmesh.kvcache.transfer.nixl import ignored_settings, why_unavailable
 
 
 def test_only_empty_settings_of_ucx_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_only_empty_settings_of_ucx_are_ignored(monkeypatch: pytest.MonkeyPatch)
 def test_nixl_starts_with_an_empty_list_of_transports() -> None:
     """A compose file makes an empty variable of one that is not set: `UCX_TLS: ${UCX_TLS:-}`."""
     probe = subprocess.run(
-        [sys.executable, "-m", "kvmesh.nixl_probe"],
+        [sys.executable, "-m", "kvmesh.commands.nixl_probe"],
         env=os.environ | {"UCX_TLS": ""},
         capture_output=True,
         text=True,

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcache.pool import BlockPool, PoolExhaustedError, PoolJournal
-from protocol.events import Cleared, Digest, Removed, Stored
-from protocol.hashing import digest_term, sequence_hashes
+from kvmesh.kvcache.pool import BlockPool, PoolExhaustedError, PoolJournal
+from kvmesh.protocol.events import Cleared, Digest, Removed, Stored
+from kvmesh.protocol.hashing import digest_term, sequence_hashes
 from tests.support.budget import examples
 
 BLOCK = 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.transfer.shm import ShmBackend
-from protocol.errors import TransferError
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.protocol.errors import TransferError
 from tests.support.kv_peer import open_with_region
 
 MEMORY = "/memfd:kvmesh-kv"

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvcache.transfer.heads import HeadShard, layout_of
-from kvcache.transfer.nixl import why_unavailable
-from protocol.messages import KvLayout, Ticket, decode
+from kvmesh.kvcache.transfer.heads import HeadShard, layout_of
+from kvmesh.kvcache.transfer.nixl import why_unavailable
+from kvmesh.protocol.messages import KvLayout, Ticket, decode
 
 BACKENDS = [
     "shm",

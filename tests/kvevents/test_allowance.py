@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvevents.allowance import Allowance, EventRates, num_events
-from kvevents.formats import MAX_EVENTS, encode_payload
+from kvmesh.kvevents.allowance import Allowance, EventRates, num_events
+from kvmesh.kvevents.formats import MAX_EVENTS, encode_payload
 from tests.support.kv_events import blocks, payload
 
 RATES = EventRates(events_per_s=10, bytes_per_s=1e6, burst_s=2)

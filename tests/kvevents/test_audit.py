@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.audit import Audit
-from protocol.events import Digest
+from kvmesh.kvevents.audit import Audit
+from kvmesh.protocol.events import Digest
 
 
 def held(number: int) -> Digest:

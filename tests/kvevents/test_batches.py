@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.batches import in_parts
-from kvevents.formats import encode_payload
-from protocol.events import Cleared, KvEvent, Removed, Stored
-from protocol.ids import EngineHash
+from kvmesh.kvevents.batches import in_parts
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.protocol.events import Cleared, KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash
 
 
 def names(count: int, first: int = 2**63) -> tuple[EngineHash, ...]:

@@ -10,15 +10,15 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from kvevents import door as doors
-from kvevents.connect import Links
-from kvevents.door import Admissions, EventDoor, KeyPair, new_keys
-from kvevents.publisher import KvEventPublisher
-from kvevents.sockets import LoopSocket, open_socket
-from kvevents.subscriber import KvEventSubscriber, Patience
-from kvevents.transport import KvSource
-from protocol.card_checks import is_event_key
-from protocol.errors import ConfigError, InvalidRequestError, OverloadedError
+from kvmesh.kvevents import door as doors
+from kvmesh.kvevents.connect import Links
+from kvmesh.kvevents.door import Admissions, EventDoor, KeyPair, new_keys
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.kvevents.sockets import LoopSocket, open_socket
+from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
+from kvmesh.kvevents.transport import KvSource
+from kvmesh.protocol.card_checks import is_event_key
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError, OverloadedError
 from tests.support.kv_events import W1, Index, blocks, payload
 from tests.support.patience import PATIENCE_S
 from tests.support.proxy import Proxy
@@ -291,8 +291,8 @@ def test_a_secret_key_is_not_printed() -> None:
 
 ENDS = """
 import asyncio, gc
-from kvevents.door import EventDoor, new_keys
-from kvevents.publisher import KvEventPublisher
+from kvmesh.kvevents.door import EventDoor, new_keys
+from kvmesh.kvevents.publisher import KvEventPublisher
 
 def opened():
     door = EventDoor()

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.pool import BlockPool, PoolExhaustedError
-from kvevents.batches import in_parts
-from kvevents.cursor import (
+from kvmesh.kvcache.pool import BlockPool, PoolExhaustedError
+from kvmesh.kvevents.batches import in_parts
+from kvmesh.kvevents.cursor import (
     Action,
     Apply,
     Cursor,
@@ -27,13 +27,13 @@ from kvevents.cursor import (
     RequestSnapshot,
     Reset,
 )
-from kvevents.formats import encode_payload
-from kvevents.pending import PendingBudget
-from kvevents.ring import ReplayRing
-from protocol.events import Digest, Stored
-from protocol.hashing import sequence_hashes
-from protocol.ids import WorkerId
-from router.index import Holder, PrefixIndex
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.kvevents.pending import PendingBudget
+from kvmesh.kvevents.ring import ReplayRing
+from kvmesh.protocol.events import Digest, Stored
+from kvmesh.protocol.hashing import sequence_hashes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.router.index import Holder, PrefixIndex
 from tests.support.budget import examples
 
 BLOCK = 2
@@ -124,7 +124,7 @@ class Answer:
 
 
 class Follower:
-    """Does what kvevents.subscriber does, when the test lets it."""
+    """Does what kvmesh.kvevents.subscriber does, when the test lets it."""
 
     def __init__(self, worker: Worker, holder: Holder, index: PrefixIndex, budget: PendingBudget) -> None:
         kind = worker.kind

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.cursor import (
+from kvmesh.kvevents.cursor import (
     Action,
     Apply,
     Cursor,
@@ -20,8 +20,8 @@ from kvevents.cursor import (
     RequestSnapshot,
     Reset,
 )
-from kvevents.pending import PendingBudget
-from protocol.events import Digest
+from kvmesh.kvevents.pending import PendingBudget
+from kvmesh.protocol.events import Digest
 
 LATER = 1000.0  # when a second generation publishes
 SAME, OTHER = Digest(3, 77), Digest(2, 5)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvevents.formats import GROUP_FACTOR, MAX_EVENTS, batch_ts, decode_payload, encode_payload
-from protocol.errors import WireError
-from protocol.events import Cleared, KvEvent, Removed, Stored
-from protocol.ids import EngineHash
+from kvmesh.kvevents.formats import GROUP_FACTOR, MAX_EVENTS, batch_ts, decode_payload, encode_payload
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash
 
 SALTED_FRAME = b64decode(
     b"k8tB2sBzpqPbAJGLpHR5cGWrQmxvY2tTdG9yZWSsYmxvY2tfaGFzaGVzls/9tV1ORpfk1M+pMllXhzgu4M8dce/bGiiE/88Zkqk93YV8EM+Q"

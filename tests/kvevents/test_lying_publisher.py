@@ -8,12 +8,12 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from kvevents.allowance import EventRates
-from kvevents.publisher import KvEventPublisher
-from kvevents.sockets import LoopSocket, open_socket
-from kvevents.subscriber import KvEventSubscriber, Patience
-from kvevents.transport import KvSource, Snapshot
-from protocol.ids import WorkerId
+from kvmesh.kvevents.allowance import EventRates
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.kvevents.sockets import LoopSocket, open_socket
+from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
+from kvmesh.kvevents.transport import KvSource, Snapshot
+from kvmesh.protocol.ids import WorkerId
 from tests.support.kv_events import W1, Index, blocks, payload
 from tests.support.patience import PATIENCE_S
 

@@ -10,14 +10,14 @@ from nats.aio.client import Client
 from nats.js.api import StreamConfig
 from nats.js.errors import ServerError
 
-from kvevents import jetstream, nats
-from kvevents.connect import Links
-from kvevents.cursor import Mode
-from kvevents.nats import NatsKvEventPublisher, NatsLink, NatsServer, split_endpoint
-from kvevents.nats_access import NatsAccess
-from kvevents.subscriber import KvEventSubscriber, Patience
-from kvevents.transport import KvSource, Snapshot
-from protocol.errors import ConfigError
+from kvmesh.kvevents import jetstream, nats
+from kvmesh.kvevents.connect import Links
+from kvmesh.kvevents.cursor import Mode
+from kvmesh.kvevents.nats import NatsKvEventPublisher, NatsLink, NatsServer, split_endpoint
+from kvmesh.kvevents.nats_access import NatsAccess
+from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
+from kvmesh.kvevents.transport import KvSource, Snapshot
+from kvmesh.protocol.errors import ConfigError
 from tests.support.kv_events import W1, Index, blocks, payload
 from tests.support.nats_server import WHY_NONE, NatsProcess
 from tests.support.patience import PATIENCE_S
@@ -71,7 +71,7 @@ async def client(server: NatsProcess) -> AsyncIterator[Client]:
 
 
 class Ears:
-    """Implements kvevents.transport.Listener: records live batches, without a replay."""
+    """Implements kvmesh.kvevents.transport.Listener: records live batches, without a replay."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []

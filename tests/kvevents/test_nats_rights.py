@@ -12,17 +12,17 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 
-from kvevents import jetstream
-from kvevents.connect import Links
-from kvevents.door import new_keys
-from kvevents.nats import NatsKvEventPublisher, check_subject
-from kvevents.nats_access import read_access
-from kvevents.subscriber import KvEventSubscriber, Patience
-from kvevents.transport import KvSource
-from kvmesh.nats_config import main
-from mesh.identity.names import MeshRole
-from protocol.errors import ConfigError
-from protocol.ids import WorkerId
+from kvmesh.commands.nats_config import main
+from kvmesh.kvevents import jetstream
+from kvmesh.kvevents.connect import Links
+from kvmesh.kvevents.door import new_keys
+from kvmesh.kvevents.nats import NatsKvEventPublisher, check_subject
+from kvmesh.kvevents.nats_access import read_access
+from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
+from kvmesh.kvevents.transport import KvSource
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import WorkerId
 from tests.support.certificates import TestCa
 from tests.support.kv_events import W1, Index, blocks
 from tests.support.nats_server import WHY_NONE, NatsProcess

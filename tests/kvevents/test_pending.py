@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.pending import PendingBatches, PendingBudget
+from kvmesh.kvevents.pending import PendingBatches, PendingBudget
 
 
 def test_the_oldest_kept_makes_room() -> None:

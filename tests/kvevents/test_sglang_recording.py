@@ -16,20 +16,20 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvevents.formats import decode_payload
-from kvevents.subscriber import KvEventSubscriber
-from kvevents.transport import KvSource
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term, hash_seed, pack_hashes, sequence_hashes
-from protocol.ids import EngineHash, SequenceHash, WorkerId
-from protocol.tiers import Tier
-from router.index import Holder, PlainIndex
+from kvmesh.kvevents.formats import decode_payload
+from kvmesh.kvevents.subscriber import KvEventSubscriber
+from kvmesh.kvevents.transport import KvSource
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term, hash_seed, pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, SequenceHash, WorkerId
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router.index import Holder, PlainIndex
+from kvmesh.workers.engines.external.cache import EngineCache
 from tests.support.fake_sglang import EventSockets, event_map, event_sockets
 from tests.support.implementations import INDEXES
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang_recording import recorder, recording
 from tests.support.toy_model import PagedCache
-from workers.engines.external.cache import EngineCache
 
 PAGE = 16
 CAPACITY_BLOCKS = 64

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 import zmq
 
-from kvevents.formats import decode_payload
-from kvevents.publisher import KvEventPublisher
-from kvevents.sockets import LoopSocket, open_socket
-from kvevents.subscriber import KvEventSubscriber, Patience
-from kvevents.transport import KvSource, Snapshot
-from protocol.errors import ConfigError, PeerLostError
-from protocol.events import Digest, Stored
-from protocol.ids import EngineHash, WorkerId
+from kvmesh.kvevents.formats import decode_payload
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.kvevents.sockets import LoopSocket, open_socket
+from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
+from kvmesh.kvevents.transport import KvSource, Snapshot
+from kvmesh.protocol.errors import ConfigError, PeerLostError
+from kvmesh.protocol.events import Digest, Stored
+from kvmesh.protocol.ids import EngineHash, WorkerId
 from tests.support.held import held_by
 from tests.support.kv_events import Index, blocks, payload
 from tests.support.patience import PATIENCE_S

@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvmesh.demo_planner import DemoPlannerConfig, DemoRequest, arrivals, judge, quantile, rate_at, take_chunk
-from kvmesh.demo_planner_page import Event, Point, Report, page, write_png
-from planner.connectors.connector import Applied
-from planner.model import Action, Flip, Reason, ScalingDecision
-from planner.record import Record
-from protocol.errors import EngineError
+from kvmesh.commands.demo_planner import DemoPlannerConfig, DemoRequest, arrivals, judge, quantile, rate_at, take_chunk
+from kvmesh.commands.demo_planner_page import Event, Point, Report, page, write_png
+from kvmesh.planner.connectors.connector import Applied
+from kvmesh.planner.model import Action, Flip, Reason, ScalingDecision
+from kvmesh.planner.record import Record
+from kvmesh.protocol.errors import EngineError
 
 CONFIG = DemoPlannerConfig(seconds=100.0, low_rps=4.0, times=3.0)
 

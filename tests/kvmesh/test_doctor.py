@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvmesh import doctor
-from kvmesh.doctor import Finding, TorchProbe
-from kvmesh.nixl_probe import NixlProbe
-from mesh.discovery import open_discovery, standing_calls
-from mesh.plane.server import PlaneServer
-from protocol.messages import RouterCard, encode_card
-from protocol.version import PROTOCOL_VERSION, RELEASE
+from kvmesh.commands import doctor
+from kvmesh.commands.doctor import Finding, TorchProbe
+from kvmesh.commands.nixl_probe import NixlProbe
+from kvmesh.mesh.discovery import open_discovery, standing_calls
+from kvmesh.mesh.plane.server import PlaneServer
+from kvmesh.protocol.messages import RouterCard, encode_card
+from kvmesh.protocol.version import PROTOCOL_VERSION, RELEASE
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
@@ -123,7 +123,7 @@ def test_a_discovery_directory_that_cannot_be_written_fails() -> None:
 
 
 def test_a_discovery_server_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.discovery.etcd.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.START_TIMEOUT_S", 0.2)
     finding = doctor.check_discovery(f"etcd:127.0.0.1:{free_port()}")
     assert (finding.status, finding.found.partition(":")[0]) == ("fail", "no etcd answers at 127.0.0.1")
     if WHY_NONE:

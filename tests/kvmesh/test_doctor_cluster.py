@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvmesh.doctor_cluster import (
+from kvmesh.commands.doctor_cluster import (
     ClusterPair,
     ClusterReport,
     ClusterService,
@@ -22,16 +22,16 @@ from kvmesh.doctor_cluster import (
     pair_of,
     show_cluster,
 )
-from mesh.discovery import open_discovery
-from mesh.plane.client import PlaneClient
-from mesh.plane.probing import ClockReading, PeerProbing, quickest
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import OverloadedError, WireError
-from protocol.ids import WorkerId
-from protocol.messages import Clock, PeerProbe, ProbePeer, Role, WorkerCard, encode_card
-from protocol.version import RELEASE
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.probing import ClockReading, PeerProbing, quickest
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import OverloadedError, WireError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Clock, PeerProbe, ProbePeer, Role, WorkerCard, encode_card
+from kvmesh.protocol.version import RELEASE
+from kvmesh.workers.transfer_probe import ProbeOffers, open_region, probe_transfer
 from tests.support.patience import PATIENCE_S
-from workers.transfer_probe import ProbeOffers, open_region, probe_transfer
 
 
 def service(name: str, kind: str = "decode", host: str = "10.0.0.1", **more: Any) -> ClusterService:

@@ -10,22 +10,22 @@ import pytest_asyncio
 from msgspec.structs import replace
 from rich.console import Console
 
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from kvmesh import explain
-from kvmesh.explain import ExplainConfig, PlacementReply, unbooked
-from kvmesh.http_client import open_session
-from mesh.http.errors import UnauthorizedError
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import App, Route, listening
-from mesh.plane.client import PlaneClient
-from protocol.errors import ConfigError, MeshError, UnreachableError
-from protocol.ids import WorkerId
-from protocol.messages import CandidateReport, Placed, Target, unpack_tokens
-from router.config import RouterConfig
-from router.feeds import WorkerFeed
-from router.http import RouterApi
-from router.local import LocalRouter
+from kvmesh.commands import explain
+from kvmesh.commands.explain import ExplainConfig, PlacementReply, unbooked
+from kvmesh.commands.http_client import open_session
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.mesh.http.errors import UnauthorizedError
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import App, Route, listening
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import ConfigError, MeshError, UnreachableError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import CandidateReport, Placed, Target, unpack_tokens
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.http import RouterApi
+from kvmesh.router.local import LocalRouter
 from tests.frontend import tiny
 from tests.support.fake_mesh import explanation_of
 from tests.support.generator import ScriptedGenerator

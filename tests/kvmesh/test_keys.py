@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from frontend.keys.keyfile import hashed, read_key_file
-from kvmesh.keys import main
-from protocol.errors import ConfigError
+from kvmesh.commands.keys import main
+from kvmesh.frontend.keys.keyfile import hashed, read_key_file
+from kvmesh.protocol.errors import ConfigError
 
 
 def test_a_new_key_is_printed_once_and_its_hash_is_in_the_file(

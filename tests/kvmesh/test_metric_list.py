@@ -7,16 +7,17 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvmesh.observability.write import ROOT, outdated
-from mesh.measure import AtScrape, Reading, bounded, counter, gauge
-from mesh.metric_list import DECLARED, GROUPS, LABELS, OTHER, metric_of
+from kvmesh.commands.observability.write import ROOT, outdated
+from kvmesh.mesh.measure import AtScrape, Reading, bounded, counter, gauge
+from kvmesh.mesh.metric_list import DECLARED, GROUPS, LABELS, OTHER, metric_of
 from tests.test_import_order import MAY_USE
 
 MADE = """
-import frontend.service, frontend.picker.service, frontend.gen_ai, planner.service, router.service, workers.service
-import workers.engines.torch.metrics, workers.memory.metrics
+import kvmesh.frontend.service, kvmesh.frontend.picker.service, kvmesh.frontend.gen_ai, kvmesh.planner.service
+import kvmesh.router.service, kvmesh.workers.service
+import kvmesh.workers.engines.torch.metrics, kvmesh.workers.memory.metrics
 from prometheus_client import REGISTRY
-frontend.gen_ai.gen_ai_metrics()
+kvmesh.frontend.gen_ai.gen_ai_metrics()
 for family in REGISTRY.collect():
     print(family.name)
 """

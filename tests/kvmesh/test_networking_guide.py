@@ -5,11 +5,11 @@ import re
 import msgspec
 import pytest
 
-from frontend.config import FrontendConfig
-from planner.config import ServiceConfig
-from router.config import RouterConfig
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig
 from tests.support.guide import section_of
-from workers.config import WorkerConfig
 
 CONFIGS: dict[str, type[msgspec.Struct]] = {
     "frontend": FrontendConfig,

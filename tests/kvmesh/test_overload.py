@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from kvmesh.overload.client import LoadAnswer
-from kvmesh.overload.command import OverloadConfig, loads_of, measure, simulated_of
-from kvmesh.overload.report import (
+from kvmesh.commands.overload.client import LoadAnswer
+from kvmesh.commands.overload.command import OverloadConfig, loads_of, measure, simulated_of
+from kvmesh.commands.overload.report import (
     MeasuredCapacity,
     NormalAnswers,
     capacity_of,
@@ -18,7 +18,7 @@ from kvmesh.overload.report import (
     phase_numbers,
     quantile,
 )
-from kvmesh.overload.shapes import (
+from kvmesh.commands.overload.shapes import (
     SHAPES,
     SHARED_TOKENS,
     PlannedRequest,
@@ -29,8 +29,8 @@ from kvmesh.overload.shapes import (
     samples,
     written,
 )
-from kvmesh.overload.simulated import SimulatedMesh
-from protocol.errors import ConfigError
+from kvmesh.commands.overload.simulated import SimulatedMesh
+from kvmesh.protocol.errors import ConfigError
 
 NORMAL = NormalAnswers(0.2, 1)
 

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ClusterConfig, UpConfig, load_cluster
-from cluster.processes import planner_spec
-from kvmesh.up import main, planner_config, split_flags
-from mesh.config import load
-from planner.config import ServiceConfig
-from protocol.errors import ConfigError
-from protocol.profile import read_profile
-from protocol.timing import PolynomialTiming
+from kvmesh.cluster.config import ClusterConfig, UpConfig, load_cluster
+from kvmesh.cluster.processes import planner_spec
+from kvmesh.commands.up import main, planner_config, split_flags
+from kvmesh.mesh.config import load
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import read_profile
+from kvmesh.protocol.timing import PolynomialTiming
 
 
 def test_what_follows_two_dashes_goes_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     meshes: list[ClusterConfig] = []
-    monkeypatch.setattr("kvmesh.up.up", lambda config, *_: meshes.append(config))
-    monkeypatch.setattr("kvmesh.up.run", lambda serve: serve(None) or 0)
+    monkeypatch.setattr("kvmesh.commands.up.up", lambda config, *_: meshes.append(config))
+    monkeypatch.setattr("kvmesh.commands.up.run", lambda serve: serve(None) or 0)
     assert main(["--engine", "vllm", "--port", "0", "--", "--planner-x", "--block-size", "32", "a b"]) == 0
     assert meshes[0].worker["engine_args"] == "--planner-x --block-size 32 'a b'"
 
@@ -62,7 +62,7 @@ def test_a_planner_sizes_aggregated_workers_only_alone() -> None:
 def settings_of(up: ClusterConfig, planner: ServiceConfig, run_dir: Path) -> ServiceConfig:
     """Return the settings that the planner's process will read."""
     spec = planner_spec(up, planner, run_dir, "unix:/x/control.sock")
-    assert spec.argv[:2] == ["-m", "planner"]
+    assert spec.argv[:2] == ["-m", "kvmesh.planner"]
     return load(ServiceConfig, spec.argv[2:], {}, prefix="KVMESH_PLANNER_", prog="planner")
 
 

@@ -5,10 +5,10 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.config import FrontendConfig
-from frontend.tokenizer import Tokenizer
-from kvmesh.welcome import PROMPT, RunningMesh, welcome
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.commands.welcome import PROMPT, RunningMesh, welcome
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.tokenizer import Tokenizer
 
 MESH = RunningMesh(
     url="http://127.0.0.1:8000",

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.whatif import main, span_s
-from protocol.errors import ConfigError
+from kvmesh.commands.whatif import main, span_s
+from kvmesh.protocol.errors import ConfigError
 from tests.simulator.past import TOGETHER, lines_of, load
 
 START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()

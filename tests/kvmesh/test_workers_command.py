@@ -5,11 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from frontend.crew import CrewMember
-from kvmesh.workers import ACTIONS, asked_for, table_of
-from protocol.errors import ConfigError
-from protocol.ids import WorkerId
-from protocol.messages import ControlAction, Role, WorkerStatus
+from kvmesh.commands.workers import ACTIONS, asked_for, table_of
+from kvmesh.frontend.crew import CrewMember
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import ControlAction, Role, WorkerStatus
 
 
 def test_every_action_is_one_of_the_workers() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesh.address import join_address, split_address
+from kvmesh.mesh.address import join_address, split_address
 
 
 @pytest.mark.parametrize(

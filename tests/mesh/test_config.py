@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from mesh.config import describe, load, load_given, to_flags, usage
-from protocol.errors import ConfigError
+from kvmesh.mesh.config import describe, load, load_given, to_flags, usage
+from kvmesh.protocol.errors import ConfigError
 
 
 class Mode(enum.StrEnum):
@@ -38,7 +38,7 @@ class Required(Struct, frozen=True, kw_only=True):
 
 def read(*argv: str, env: dict[str, str] | None = None, section: str | None = None) -> Settings:
     return load(
-        Settings, argv, env or {}, prefix="KVMESH_ROUTER_", prog="python -m router", section=section,
+        Settings, argv, env or {}, prefix="KVMESH_ROUTER_", prog="kvmesh router", section=section,
         foreign=("KVMESH_ROUTER_HOME",),
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_names_of_others_in_the_environment_are_left_alone() -> None:
     ("argv", "message"),
     [
         (["--blok-size=5"], "unknown flag --blok-size; did you mean --block-size"),
-        (["--xyzzy"], "unknown flag --xyzzy; see python -m router --help"),
+        (["--xyzzy"], "unknown flag --xyzzy; see kvmesh router --help"),
         (["--no-block-size"], "unknown flag --no-block-size"),
         (["stray"], "unexpected argument 'stray'"),
         (["--block-size"], "--block-size needs a value"),
@@ -163,7 +163,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, section: str | None,
 
 def test_a_required_option_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"--model-path is required .*KVMESH_WORKER_MODEL_PATH"):
-        load(Required, [], {}, prefix="KVMESH_WORKER_", prog="python -m workers")
+        load(Required, [], {}, prefix="KVMESH_WORKER_", prog="kvmesh worker")
 
 
 def test_help_shows_every_option_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from mesh.deadlines import GRAIN_S, Deadlines
+from kvmesh.mesh.deadlines import GRAIN_S, Deadlines
 from tests.support.patience import PATIENCE_S
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mesh.discovery.answers import (
+from kvmesh.mesh.discovery.answers import (
     FIRST_RETRY_S,
     FOREIGN_RETRY_S,
     LEASE_S,
@@ -16,7 +16,7 @@ from mesh.discovery.answers import (
     Answers,
     read_addresses,
 )
-from protocol.errors import ConfigError, WireError
+from kvmesh.protocol.errors import ConfigError, WireError
 
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"
 ONE, TWO = {"workers/1": b"1"}, {"workers/2": b"2"}

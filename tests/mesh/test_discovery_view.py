@@ -1,7 +1,7 @@
 """Tests of the decision which keys of a discovery backend count."""
 
-from mesh.discovery import view as module
-from mesh.discovery.view import KeyView
+from kvmesh.mesh.discovery import view as module
+from kvmesh.mesh.discovery.view import KeyView
 
 
 def test_a_list_shows_its_keys() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.etcd_user import main
-from mesh.discovery import Deleted, Put
-from mesh.discovery.etcd import EtcdDiscovery, read_settings
-from mesh.discovery.etcd_users import HEALTH, guard
-from protocol.errors import ConfigError, UnreachableError
+from kvmesh.commands.etcd_user import main
+from kvmesh.mesh.discovery import Deleted, Put
+from kvmesh.mesh.discovery.etcd import EtcdDiscovery, read_settings
+from kvmesh.mesh.discovery.etcd_users import HEALTH, guard
+from kvmesh.protocol.errors import ConfigError, UnreachableError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 
 pytestmark = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)

@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from mesh.exposition import labelled, open_page, page, wants_open_metrics
-from mesh.measure import AtScrape, Reading, gauge, histogram
+from kvmesh.mesh.exposition import labelled, open_page, page, wants_open_metrics
+from kvmesh.mesh.measure import AtScrape, Reading, gauge, histogram
 
 
 def registry_with_a_request() -> CollectorRegistry:

@@ -11,8 +11,8 @@ SCRIPT = """
 import asyncio, sys
 from contextlib import suppress
 from pathlib import Path
-from faults.room import PrivateRoom
-from mesh.discovery.file import FileDiscovery
+from kvmesh.faults.room import PrivateRoom
+from kvmesh.mesh.discovery.file import FileDiscovery
 
 folder = Path(sys.argv[1])
 if not PrivateRoom(folder).has_disk:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from mesh.histogram import LoopHistogram
+from kvmesh.mesh.histogram import LoopHistogram
 
 BOUNDS = (0.1, 1.0, 2.5, 10.0)
 VALUES = st.lists(st.one_of(st.sampled_from(BOUNDS), st.floats(0, 100)), max_size=30)

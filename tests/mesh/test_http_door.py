@@ -9,13 +9,13 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
 
-from mesh.http.door import Door
-from mesh.http.request import Reply, Request
-from mesh.http.server import App, Route, listening
-from mesh.identity.credentials import Credentials
-from mesh.identity.names import MeshRole
-from mesh.member_session import member_session
-from mesh.telemetry import serve_metrics
+from kvmesh.mesh.http.door import Door
+from kvmesh.mesh.http.request import Reply, Request
+from kvmesh.mesh.http.server import App, Route, listening
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.member_session import member_session
+from kvmesh.mesh.telemetry import serve_metrics
 from tests.support.certificates import TestCa
 
 WORKER, ROUTER, GATEWAY, OPERATOR = MeshRole.WORKER, MeshRole.ROUTER, MeshRole.GATEWAY, MeshRole.OPERATOR
@@ -119,7 +119,7 @@ async def test_an_expired_client_is_answered_no_more(ca: TestCa, url: str) -> No
 
 
 async def test_a_session_uses_a_renewed_certificate(ca: TestCa, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.watched_files.LOOK_S", 0.0)
+    monkeypatch.setattr("kvmesh.mesh.watched_files.LOOK_S", 0.0)
     gateway = ca.member(GATEWAY, life_s=2)
     async with member_session(gateway, headers={"connection": "close"}) as http:
         async with http.post(f"{url}/place") as response:

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from mesh import lifecycle
-from protocol.errors import ConfigError, ExpiredError, PeerLostError
+from kvmesh.mesh import lifecycle
+from kvmesh.protocol.errors import ConfigError, ExpiredError, PeerLostError
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
 import asyncio, os, sys
-from mesh.lifecycle import run, watch_parent
+from kvmesh.mesh.lifecycle import run, watch_parent
 def say(text): print(text, flush=True)
 """
 
@@ -86,7 +86,7 @@ def test_a_signal_lets_main_finish(number: signal.Signals) -> None:
 
 
 def test_the_last_line_of_the_log_is_stopped() -> None:
-    body = "from mesh.telemetry import setup_logging\nsetup_logging('x')\n" + WAITS % "return 0"
+    body = "from kvmesh.mesh.telemetry import setup_logging\nsetup_logging('x')\n" + WAITS % "return 0"
     with service(body) as process:
         await_line(process, "up")
         process.terminate()

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from mesh.line_file import LineFile
-from protocol.errors import ConfigError
+from kvmesh.mesh.line_file import LineFile
+from kvmesh.protocol.errors import ConfigError
 
 # In a process of its own, because it gets a mount namespace.
 ON_A_FULL_DISK = """
 import asyncio, json, sys
 from contextlib import suppress
 from pathlib import Path
-from faults.room import PrivateRoom
-from mesh.line_file import LineFile
+from kvmesh.faults.room import PrivateRoom
+from kvmesh.mesh.line_file import LineFile
 
 folder = Path(sys.argv[1])
 if not PrivateRoom(folder).has_disk:
@@ -99,7 +99,7 @@ async def test_a_file_that_cannot_be_renamed_goes_on_and_is_told(
 async def test_lines_beyond_what_may_wait_are_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mesh.line_file.MAX_WAITING_BYTES", 30)
+    monkeypatch.setattr("kvmesh.mesh.line_file.MAX_WAITING_BYTES", 30)
     file = LineFile(tmp_path / "lines", 1000)
     for _ in range(5):
         file.put(b"0123456789")
@@ -125,7 +125,7 @@ async def test_a_named_pipe_is_refused_at_once(tmp_path: Path, is_read: bool) ->
 async def test_a_disk_that_hangs_does_not_keep_the_service_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mesh.line_file.CLOSE_S", 0.05)
+    monkeypatch.setattr("kvmesh.mesh.line_file.CLOSE_S", 0.05)
     hangs = threading.Event()
     monkeypatch.setattr(LineFile, "_write", lambda file, data: (hangs.wait(), None))
     file = LineFile(tmp_path / "lines", 1000)

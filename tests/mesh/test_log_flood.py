@@ -1,6 +1,6 @@
 """Lines of one kind are limited, and counted where they are left out."""
 
-from mesh.log_flood import BURST, MOST_KINDS, PER_S, LogFlood
+from kvmesh.mesh.log_flood import BURST, MOST_KINDS, PER_S, LogFlood
 
 
 def test_the_first_lines_of_a_kind_all_pass() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 HOLES = """
 from pathlib import Path
-from mesh.memory import give_back_free_memory
+from kvmesh.mesh.memory import give_back_free_memory
 def rss_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 blocks = [b"x" * (64 << 10) for n in range(1600)]

@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from mesh.measure import histogram
-from mesh.merged_metrics import exemplars_of, merge, merge_open
+from kvmesh.mesh.measure import histogram
+from kvmesh.mesh.merged_metrics import exemplars_of, merge, merge_open
 
 NAMES = """
-import frontend.service, frontend.picker.metrics
-from mesh.metric_list import metric_of
+import kvmesh.frontend.service, kvmesh.frontend.picker.metrics
+from kvmesh.mesh.metric_list import metric_of
 from prometheus_client import REGISTRY
 for family in REGISTRY.collect():
     if family.type == "gauge":

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from mesh import otlp
-from mesh.otlp import INTERNAL, Exporter, Span, attributes_of, encode_spans
-from protocol.errors import ConfigError
+from kvmesh.mesh import otlp
+from kvmesh.mesh.otlp import INTERNAL, Exporter, Span, attributes_of, encode_spans
+from kvmesh.protocol.errors import ConfigError
 from tests.support.otlp_receiver import otlp_receiver
 
 

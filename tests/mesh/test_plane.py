@@ -15,13 +15,13 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.plane import client as client_module
-from mesh.plane import peer_watch as watch_module
-from mesh.plane.client import WINDOW_MESSAGES, PlaneClient, Shortcut, Take
-from mesh.plane.frames import Batch, Credit, FrameReader, Hello, Open, Ping, encode_frame
-from mesh.plane.pulse import HASTY
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import (
+from kvmesh.mesh.plane import client as client_module
+from kvmesh.mesh.plane import peer_watch as watch_module
+from kvmesh.mesh.plane.client import WINDOW_MESSAGES, PlaneClient, Shortcut, Take
+from kvmesh.mesh.plane.frames import Batch, Credit, FrameReader, Hello, Open, Ping, encode_frame
+from kvmesh.mesh.plane.pulse import HASTY
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import (
     ConfigError,
     DeadlineExceededError,
     DrainingError,
@@ -33,8 +33,8 @@ from protocol.errors import (
     UnreachableError,
     WireError,
 )
-from protocol.messages import Failure
-from protocol.version import PROTOCOL_VERSION, RELEASE
+from kvmesh.protocol.messages import Failure
+from kvmesh.protocol.version import PROTOCOL_VERSION, RELEASE
 from tests.support.patience import PATIENCE_S
 
 FULL = OverloadedError("full", hint="add workers", param="model", retry_after_s=7)
@@ -508,7 +508,7 @@ class Taker:
 
 
 class EvenNumbers:
-    """Implements mesh.plane.client.Shortcut for a Taker: takes even numbers."""
+    """Implements kvmesh.mesh.plane.client.Shortcut for a Taker: takes even numbers."""
 
     def __init__(self, taker: Taker) -> None:
         self._taker = taker

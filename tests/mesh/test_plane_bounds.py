@@ -14,20 +14,20 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from mesh.plane.bounds import SERVER_LIMITS, PlaneLimits
-from mesh.plane.client import WAITING_BYTES, PlaneClient
-from mesh.plane.frames import MAX_CALL_BYTES, Batch, FrameReader, Hello, Open, encode_frame
-from mesh.plane.metrics import ASSEMBLING_BYTES, CONNECTIONS, HANGUPS, UNSENT_BYTES
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import OverloadedError, PeerLostError, WireError
+from kvmesh.mesh.plane.bounds import SERVER_LIMITS, PlaneLimits
+from kvmesh.mesh.plane.client import WAITING_BYTES, PlaneClient
+from kvmesh.mesh.plane.frames import MAX_CALL_BYTES, Batch, FrameReader, Hello, Open, encode_frame
+from kvmesh.mesh.plane.metrics import ASSEMBLING_BYTES, CONNECTIONS, HANGUPS, UNSENT_BYTES
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import OverloadedError, PeerLostError, WireError
 from tests.support.patience import PATIENCE_S
 
 MIB = 1 << 20
 REPLACE = msgspec.structs.replace
 SERVER = """
 import asyncio
-from mesh.lifecycle import run
-from mesh.plane.server import Call, PlaneServer
+from kvmesh.mesh.lifecycle import run
+from kvmesh.mesh.plane.server import Call, PlaneServer
 async def size(call: Call):
     await call.send(len(call.body))
 async def large(call: Call):

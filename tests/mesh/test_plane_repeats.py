@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from mesh.plane.client import PlaneClient
-from mesh.plane.metrics import REPEATED
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import PeerLostError
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.metrics import REPEATED
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import PeerLostError
 from tests.support.patience import PATIENCE_S
 
 Pass = Callable[[int, bytes], list[bytes]]  # the number of a frame of the server, and the frame -> what the caller gets

@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from mesh.plane import peer_watch as watch_module
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from mesh.silence import Wire, wire_of
-from protocol.messages import ModelFilePart, ModelFileRequest
+from kvmesh.mesh.plane import peer_watch as watch_module
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.mesh.silence import Wire, wire_of
+from kvmesh.protocol.messages import ModelFilePart, ModelFileRequest
 from tests.support.patience import PATIENCE_S
 
 STALL_S = 3.0  # longer than a host may be silent
 SERVER = """
 import asyncio
-from mesh.plane.server import Call, PlaneServer
-from protocol.messages import ModelFilePart
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.messages import ModelFilePart
 async def count(call: Call):
     await call.send(ModelFilePart(data=b"%d" % len(call.body)))
 async def main():

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from mesh.identity import issuing
-from mesh.identity.credentials import Credentials
-from mesh.identity.listening import MOST_HANDSHAKES
-from mesh.identity.metrics import HANDSHAKES
-from mesh.identity.names import MeshRole
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from mesh.watched_files import LOOK_S
-from protocol.errors import IdentityError, MeshError, PeerLostError
+from kvmesh.mesh.identity import issuing
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.listening import MOST_HANDSHAKES
+from kvmesh.mesh.identity.metrics import HANDSHAKES
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.mesh.watched_files import LOOK_S
+from kvmesh.protocol.errors import IdentityError, MeshError, PeerLostError
 from tests.support.certificates import TestCa
 from tests.support.patience import PATIENCE_S
 from tests.support.recovery import RECOVERED_S

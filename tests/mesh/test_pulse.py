@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.plane.pulse import CALM, HASTY, Act, Pulse, SilenceLimits
+from kvmesh.mesh.plane.pulse import CALM, HASTY, Act, Pulse, SilenceLimits
 
 
 class Peer:

@@ -1,6 +1,6 @@
 """Connections and memory that are short are taken from those that hold the most."""
 
-from mesh.room import Room, Seat, who_leaves
+from kvmesh.mesh.room import Room, Seat, who_leaves
 
 
 def full_room(holdings: dict[str, list[int]], limit_bytes: int, peer_limit_bytes: int) -> Room[str]:

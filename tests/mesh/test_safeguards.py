@@ -2,8 +2,8 @@
 
 import pytest
 
-from mesh.safeguards import SAFEGUARDS, is_off, read_switched_off
-from protocol.errors import ConfigError
+from kvmesh.mesh.safeguards import SAFEGUARDS, is_off, read_switched_off
+from kvmesh.protocol.errors import ConfigError
 
 
 def test_all_safeguards_are_on_by_default() -> None:

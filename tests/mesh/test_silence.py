@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mesh.silence import PROBE_S, break_cut_connections, probe_when_silent, received_bytes, wire_of
+from kvmesh.mesh.silence import PROBE_S, break_cut_connections, probe_when_silent, received_bytes, wire_of
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the options are Linux's")

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from mesh.discovery import Change, Deleted, Put, open_discovery, standing_calls
-from mesh.discovery.answers import NOT_ASKED
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.discovery.own_keys import METHOD, KeysNews
-from mesh.discovery.static import StaticDiscovery
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import ConfigError, OverloadedError
+from kvmesh.mesh.discovery import Change, Deleted, Put, open_discovery, standing_calls
+from kvmesh.mesh.discovery.answers import NOT_ASKED
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.discovery.own_keys import METHOD, KeysNews
+from kvmesh.mesh.discovery.static import StaticDiscovery
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import ConfigError, OverloadedError
 from tests.support.patience import PATIENCE_S
 from tests.support.recovery import RECOVERED_S, WITHOUT_S
 from tests.support.services import quiet_port
@@ -30,8 +30,8 @@ REPEAT_S, LEASE_S = 0.2, 1.0
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.discovery.own_keys.REPEAT_S", REPEAT_S)
-    monkeypatch.setattr("mesh.discovery.static.LOOK_S", 0.1)
+    monkeypatch.setattr("kvmesh.mesh.discovery.own_keys.REPEAT_S", REPEAT_S)
+    monkeypatch.setattr("kvmesh.mesh.discovery.static.LOOK_S", 0.1)
 
 
 class Site:
@@ -284,7 +284,7 @@ async def test_an_answer_is_checked_before_it_is_believed(site: Site, news: obje
 
 
 async def test_what_nobody_would_take_is_not_shown(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.discovery.own_keys.MAX_KEYS", 2)
+    monkeypatch.setattr("kvmesh.mesh.discovery.own_keys.MAX_KEYS", 2)
     _, store, _ = await site.service(a=b"1", b=b"2")
     for key, value in (("k" * 513, b"1"), ("a", b"1" * 65537), ("workers/c", b"3")):
         with pytest.raises(ConfigError, match=r"cannot be shown|shown already"):
@@ -305,7 +305,7 @@ async def test_no_drain_waits_for_those_who_ask(site: Site) -> None:
 
 
 async def test_too_many_who_ask_are_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.discovery.own_keys.MAX_ASKERS", 1)
+    monkeypatch.setattr("kvmesh.mesh.discovery.own_keys.MAX_ASKERS", 1)
     address, _, _ = await site.service(a=b"1")
     plane = PlaneClient()
     async with plane.open(address, METHOD, None, 5) as first:
@@ -337,7 +337,7 @@ async def test_a_bug_ends_the_watch(site: Site, monkeypatch: pytest.MonkeyPatch)
 
     address, _, _ = await site.service(a=b"1")
     site.list(address)
-    monkeypatch.setattr("mesh.discovery.answers.Answers.on_news", fail)
+    monkeypatch.setattr("kvmesh.mesh.discovery.answers.Answers.on_news", fail)
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(anext(site.watcher().watch("")), PATIENCE_S)
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from mesh import supervisor as supervisor_module
-from mesh.supervisor import (
+from kvmesh.mesh import supervisor as supervisor_module
+from kvmesh.mesh.supervisor import (
     DOWN_S,
     MAX_QUICK_EXITS,
     MOST_DOWN_S,
@@ -25,7 +25,7 @@ from mesh.supervisor import (
     down_delay_s,
     restart_delay_s,
 )
-from protocol.errors import ConfigError, EngineError, MeshError
+from kvmesh.protocol.errors import ConfigError, EngineError, MeshError
 from tests.support.patience import PATIENCE_S
 
 FOREVER = "import time; print('up', flush=True); time.sleep(60)"

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from mesh.tally import LoopCounter, LoopGauge
+from kvmesh.mesh.tally import LoopCounter, LoopGauge
 
 
 def lines(registry: CollectorRegistry) -> list[str]:

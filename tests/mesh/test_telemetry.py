@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from mesh.config import load
-from mesh.log_flood import BURST
-from mesh.telemetry import (
+from kvmesh.mesh.config import load
+from kvmesh.mesh.log_flood import BURST
+from kvmesh.mesh.telemetry import (
     ACCESS_LOG,
     FloodFilter,
     LogFormat,
@@ -27,9 +27,9 @@ from mesh.telemetry import (
     serve_metrics,
     setup_logging,
 )
-from protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.errors import ConfigError, EngineError
 
-log = logging.getLogger("router.service")
+log = logging.getLogger("kvmesh.router.service")
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +276,7 @@ def test_each_line_of_the_access_log_is_written() -> None:
 
 def test_a_process_that_ends_says_what_it_left_out() -> None:
     code = (
-        "import logging; from mesh.telemetry import setup_logging; setup_logging('x')\n"
+        "import logging; from kvmesh.mesh.telemetry import setup_logging; setup_logging('x')\n"
         "for n in range(300): logging.getLogger('a').warning('again')"
     )
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.splitlines()

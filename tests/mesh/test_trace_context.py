@@ -6,8 +6,8 @@ import logging
 import pytest
 from aiohttp import web
 
-from mesh.telemetry import JsonFormatter, RequestContext, setup_logging
-from mesh.trace_context import (
+from kvmesh.mesh.telemetry import JsonFormatter, RequestContext, setup_logging
+from kvmesh.mesh.trace_context import (
     STARTS_AT_ONCE,
     TraceContext,
     TraceStarts,
@@ -17,7 +17,7 @@ from mesh.trace_context import (
     trace_headers,
     trace_id_of,
 )
-from workers.engines.attached.http import ServerHttp
+from kvmesh.workers.engines.attached.http import ServerHttp
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.frontend.whole_mesh import MODEL, PREFILL_WORKER, WORKER, whole_mesh
 from tests.support.patience import PATIENCE_S
 

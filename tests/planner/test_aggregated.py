@@ -8,15 +8,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.aggregated import aggregated_capacity, aggregated_need, both_halves
-from planner.core import PlannerCore
-from planner.correction import Corrections, corrected_aggregated
-from planner.history import RecentTraffic
-from planner.model import Observation, PlannerConfig, RoleFleet, Traffic, WorkerLoad
-from planner.reactive import Rules, aggregated_pressure
-from planner.sizing import Demand, Slo
-from protocol.errors import ConfigError
-from protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.planner.aggregated import aggregated_capacity, aggregated_need, both_halves
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.correction import Corrections, corrected_aggregated
+from kvmesh.planner.history import RecentTraffic
+from kvmesh.planner.model import Observation, PlannerConfig, RoleFleet, Traffic, WorkerLoad
+from kvmesh.planner.reactive import Rules, aggregated_pressure
+from kvmesh.planner.sizing import Demand, Slo
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
 from tests.support.budget import examples
 from tests.support.planning import FakeFleet, an_8b, arrivals, demands, observe
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.budget import Counts, ScalingLimits, clamp, limits_of, published_budget, within_budget
-from planner.model import PlannerConfig
-from protocol.errors import ConfigError
+from kvmesh.planner.budget import Counts, ScalingLimits, clamp, limits_of, published_budget, within_budget
+from kvmesh.planner.model import PlannerConfig
+from kvmesh.protocol.errors import ConfigError
 
 NOBODY = Counts(0, 0)
 

@@ -12,14 +12,14 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kvmesh.planner import main
-from planner import carry_out as module
-from planner.carry_out import RemotePlanner, carry_out
-from planner.connectors.compose import ComposeConnector
-from planner.connectors.connector import ConnectorError, Fleets
-from planner.connectors.virtual import VirtualConnector
-from planner.model import Action, RoleFleet, ScalingDecision
-from protocol.errors import ConfigError, MeshError
+from kvmesh.commands.planner import main
+from kvmesh.planner import carry_out as module
+from kvmesh.planner.carry_out import RemotePlanner, carry_out
+from kvmesh.planner.connectors.compose import ComposeConnector
+from kvmesh.planner.connectors.connector import ConnectorError, Fleets
+from kvmesh.planner.connectors.virtual import VirtualConnector
+from kvmesh.planner.model import Action, RoleFleet, ScalingDecision
+from kvmesh.protocol.errors import ConfigError, MeshError
 from tests.support import fake_docker
 from tests.support.patience import PATIENCE_S
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.core import WARM_UP, PlannerCore
-from planner.model import Action, Observation, PlannerConfig, RoleFleet, ScalingDecision, Traffic, WorkerLoad
-from protocol.errors import ConfigError
+from kvmesh.planner.core import WARM_UP, PlannerCore
+from kvmesh.planner.model import Action, Observation, PlannerConfig, RoleFleet, ScalingDecision, Traffic, WorkerLoad
+from kvmesh.protocol.errors import ConfigError
 from tests.support.budget import examples
 from tests.support.planning import FakeFleet, an_8b, arrivals, observe
 

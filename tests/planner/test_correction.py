@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.correction import HIGHEST, LOWEST, Corrections, corrected
-from planner.sizing import Demand, mean_wait_s, prefill_time_s
+from kvmesh.planner.correction import HIGHEST, LOWEST, Corrections, corrected
+from kvmesh.planner.sizing import Demand, mean_wait_s, prefill_time_s
 from tests.support.planning import an_8b
 
 PROFILE = an_8b()

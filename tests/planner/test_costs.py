@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.costs import LEAST_EVIDENCE_S, MOST_EVIDENCE_S, Horizon, quantile_of
+from kvmesh.planner.costs import LEAST_EVIDENCE_S, MOST_EVIDENCE_S, Horizon, quantile_of
 
 
 def test_a_dearer_miss_asks_for_a_higher_quantile() -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-import planner.explain as command
-from planner.connectors.connector import Applied
-from planner.model import Action, Observation, PeakForecast, Reason, RoleFleet, ScalingDecision, Traffic
-from planner.outlook import OtherOrder, Outlook
-from planner.record import Record, RecordFile
-from protocol.errors import ConfigError
+import kvmesh.planner.explain as command
+from kvmesh.planner.connectors.connector import Applied
+from kvmesh.planner.model import Action, Observation, PeakForecast, Reason, RoleFleet, ScalingDecision, Traffic
+from kvmesh.planner.outlook import OtherOrder, Outlook
+from kvmesh.planner.record import Record, RecordFile
+from kvmesh.protocol.errors import ConfigError
 
 
 @pytest.fixture

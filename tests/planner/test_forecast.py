@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.forecast import (
+from kvmesh.planner.forecast import (
     PLAIN,
     CannotForecastError,
     Forecaster,

@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest_asyncio
 
-from mesh.discovery.memory import MemoryDiscovery
-from planner.lease import PREFIX, SETTLE_S, Lease, card_of
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.planner.lease import PREFIX, SETTLE_S, Lease, card_of
 
 
 class Planners:

@@ -8,12 +8,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from planner.loads import fetch_loads, read_load, shared_out
-from planner.model import WorkerLoad
-from planner.scrape import MAX_PAGE_BYTES, fetch_page
-from protocol.errors import MeshError, WireError
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
+from kvmesh.planner.loads import fetch_loads, read_load, shared_out
+from kvmesh.planner.model import WorkerLoad
+from kvmesh.planner.scrape import MAX_PAGE_BYTES, fetch_page
+from kvmesh.protocol.errors import MeshError, WireError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard
 
 PAGE = """# HELP kvmesh_worker_running_requests Requests in the batch.
 # TYPE kvmesh_worker_running_requests gauge

@@ -11,13 +11,13 @@ import pytest_asyncio
 from aiohttp import web
 from msgspec import structs
 
-from mesh.discovery.memory import MemoryDiscovery
-from planner.connectors.connector import Fleets
-from planner.model import RoleFleet
-from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, read_answer
-from planner.traffic import SloLimits, Totals
-from protocol.errors import WireError
-from protocol.messages import FrontendCard, Role, encode
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.planner.connectors.connector import Fleets
+from kvmesh.planner.model import RoleFleet
+from kvmesh.planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, read_answer
+from kvmesh.planner.traffic import SloLimits, Totals
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.messages import FrontendCard, Role, encode
 from tests.support.routing import card
 
 
@@ -126,7 +126,7 @@ async def test_a_worker_that_an_operator_has_drained_does_not_count() -> None:
 
 async def test_a_worker_that_runs_counts_when_its_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the planner would start another in its place. One that does not answer, or has a successor, is gone."""
-    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("kvmesh.mesh.lapsed.ASK_AGAIN_S", 0.0)
     up = {"http://runs:1", "http://again:1"}
 
     async def answers(url: str) -> bool:

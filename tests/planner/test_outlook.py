@@ -5,9 +5,9 @@ import math
 
 from msgspec.structs import replace
 
-from planner.core import PlannerCore
-from planner.model import Action, Observation, PeakForecast, PlannerConfig, RoleFleet, ScalingDecision, Traffic
-from planner.outlook import (
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.model import Action, Observation, PeakForecast, PlannerConfig, RoleFleet, ScalingDecision, Traffic
+from kvmesh.planner.outlook import (
     LOOK_EVERY_S,
     MOST_OBSERVATIONS,
     OtherOrder,

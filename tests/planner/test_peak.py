@@ -2,13 +2,13 @@
 
 import pytest
 
-from planner.budget import Counts
-from planner.core import PlannerCore
-from planner.costs import UNNEEDED_STARTS, Horizon
-from planner.model import PlannerConfig
-from planner.peak import EXCEEDED_S, ExpectedPeak
-from planner.reactive import MIN_RECENT_S
-from protocol.errors import ConfigError
+from kvmesh.planner.budget import Counts
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.costs import UNNEEDED_STARTS, Horizon
+from kvmesh.planner.model import PlannerConfig
+from kvmesh.planner.peak import EXCEEDED_S, ExpectedPeak
+from kvmesh.planner.reactive import MIN_RECENT_S
+from kvmesh.protocol.errors import ConfigError
 from tests.planner.test_core import codes, config, core, driven
 from tests.support.planning import FakeFleet, an_8b
 

@@ -9,14 +9,14 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
-from planner.config import ServiceConfig
-from planner.connectors.connector import Applied, ConnectorError, Fleets
-from planner.core import PlannerCore
-from planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision, Traffic
-from planner.profiles import polynomial_profile
-from planner.record import Record, RecordFile, read_records
-from planner.service import Planner, planned_with, serve
-from protocol.errors import ConfigError
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.connectors.connector import Applied, ConnectorError, Fleets
+from kvmesh.planner.core import PlannerCore
+from kvmesh.planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision, Traffic
+from kvmesh.planner.profiles import polynomial_profile
+from kvmesh.planner.record import Record, RecordFile, read_records
+from kvmesh.planner.service import Planner, planned_with, serve
+from kvmesh.protocol.errors import ConfigError
 from tests.support.patience import PATIENCE_S
 
 

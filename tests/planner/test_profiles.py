@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.config import ServiceConfig
-from planner.profiles import open_profiles, polynomial_profile
-from protocol.errors import ConfigError
-from protocol.timing import PolynomialTiming
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.profiles import open_profiles, polynomial_profile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.timing import PolynomialTiming
 
 
 @given(st.integers(1, 512), st.floats(0.1, 50))

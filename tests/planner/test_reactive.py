@@ -5,11 +5,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.costs import Horizon
-from planner.history import RecentTraffic
-from planner.model import RoleFleet, WorkerLoad
-from planner.reactive import Pressure, Rules, decode_pressure, prefill_pressure
-from planner.sizing import Demand, Slo, decode_capacity
+from kvmesh.planner.costs import Horizon
+from kvmesh.planner.history import RecentTraffic
+from kvmesh.planner.model import RoleFleet, WorkerLoad
+from kvmesh.planner.reactive import Pressure, Rules, decode_pressure, prefill_pressure
+from kvmesh.planner.sizing import Demand, Slo, decode_capacity
 from tests.support.planning import an_8b
 
 PROFILE = an_8b(speedup=0.125)  # 0.39 s for 2000 tokens

@@ -8,8 +8,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from planner.model import Traffic
-from planner.observe import FrontendSource, PrometheusSource
+from kvmesh.planner.model import Traffic
+from kvmesh.planner.observe import FrontendSource, PrometheusSource
 from tests.support.mesh import Mesh, running_mesh
 from tests.support.patience import PATIENCE_S
 from tests.support.prometheus_server import WHY_NONE, PrometheusProcess

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.connectors.connector import Applied
-from planner.model import Action, Observation, Reason, RoleFleet, ScalingDecision, Traffic, WorkerLoad
-from planner.record import MAX_LOADS, Record, RecordFile, kept, older, read_records
-from protocol.errors import ConfigError
+from kvmesh.planner.connectors.connector import Applied
+from kvmesh.planner.model import Action, Observation, Reason, RoleFleet, ScalingDecision, Traffic, WorkerLoad
+from kvmesh.planner.record import MAX_LOADS, Record, RecordFile, kept, older, read_records
+from kvmesh.protocol.errors import ConfigError
 
 
 def record(number: int) -> Record:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.budget import Counts, ScalingLimits
-from planner.reference import decode_throughput, legacy_decode, legacy_prefill, legacy_sizing, reference_sizing
-from planner.sizing import (
+from kvmesh.planner.budget import Counts, ScalingLimits
+from kvmesh.planner.reference import decode_throughput, legacy_decode, legacy_prefill, legacy_sizing, reference_sizing
+from kvmesh.planner.sizing import (
     Demand,
     Slo,
     decode_capacity,
@@ -19,7 +19,7 @@ from planner.sizing import (
     prefill_time_s,
     waiting_share,
 )
-from protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
 from tests.support.planning import an_8b, demands
 
 SLO = Slo(ttft_s=0.5, itl_s=0.05)

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from planner.config import ServiceConfig
-from planner.metrics import SLO_KEPT, SLO_SHARE, show_slo
-from planner.model import SloCounts, Traffic
-from planner.service import planned_with
-from planner.slo import BUDGET_PRICE, SloWatch, read_statement, read_statements, sentence_of, with_slo
-from planner.traffic import SloLimits, TrafficMeter, read_page, within
-from protocol.errors import ConfigError
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.metrics import SLO_KEPT, SLO_SHARE, show_slo
+from kvmesh.planner.model import SloCounts, Traffic
+from kvmesh.planner.service import planned_with
+from kvmesh.planner.slo import BUDGET_PRICE, SloWatch, read_statement, read_statements, sentence_of, with_slo
+from kvmesh.planner.traffic import SloLimits, TrafficMeter, read_page, within
+from kvmesh.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(

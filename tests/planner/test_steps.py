@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.connectors.connector import Fleets
-from planner.connectors.steps import Steps, reachable, steps_to
-from planner.model import Action, Flip, RoleFleet, ScalingDecision
+from kvmesh.planner.connectors.connector import Fleets
+from kvmesh.planner.connectors.steps import Steps, reachable, steps_to
+from kvmesh.planner.model import Action, Flip, RoleFleet, ScalingDecision
 
 fleets = st.builds(RoleFleet, ready=st.integers(0, 12), starting=st.integers(0, 5), draining=st.integers(0, 3))
 flips = st.none() | st.builds(Flip, to_role=st.sampled_from(["prefill", "decode"]), count=st.integers(0, 6))

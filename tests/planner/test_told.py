@@ -4,9 +4,9 @@ import math
 
 import msgspec
 
-from planner.model import Action, Observation, Reason, RoleFleet, ScalingDecision, Traffic
-from planner.told import ToldSteps, step_of
-from protocol.messages import MAX_PLANNER_STEPS, PlannerSteps, RoleCount
+from kvmesh.planner.model import Action, Observation, Reason, RoleFleet, ScalingDecision, Traffic
+from kvmesh.planner.told import ToldSteps, step_of
+from kvmesh.protocol.messages import MAX_PLANNER_STEPS, PlannerSteps, RoleCount
 
 SEEN = Observation(
     at_s=1.0,

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from mesh.histogram import LoopHistogram
-from planner.traffic import (
+from kvmesh.mesh.histogram import LoopHistogram
+from kvmesh.planner.traffic import (
     Page,
     SloLimits,
     Totals,
@@ -18,7 +18,7 @@ from planner.traffic import (
     read_page,
     traffic_told,
 )
-from protocol.errors import WireError
+from kvmesh.protocol.errors import WireError
 
 BEGAN_S = 1000.0  # wall clock, when the planner began
 OLD, NEW = BEGAN_S - 500, BEGAN_S + 500  # when a frontend started

@@ -14,19 +14,19 @@ from urllib.request import Request, urlopen
 import msgspec
 import pytest
 
-from planner.model import Action, ScalingDecision
-from planner.record import Record
-from planner.slo import SloState
-from profiler.commands.apply import mesh_of, replanned, settings_of, start_command
-from profiler.commands.plan import deployment_of, goal_of, main
-from profiler.commands.plan_settings import PlanConfig
-from profiler.deployment.deployment import Deployment
-from profiler.deployment.kept import PLANS, DeploymentJudge, ProfileError, corrected_profile
-from profiler.deployment.planner_settings import planner_toml
-from profiler.deployment.request import DeploymentRequest, read_request
-from profiler.files import write_profile
-from profiler.picks import pick
-from protocol.errors import ConfigError
+from kvmesh.planner.model import Action, ScalingDecision
+from kvmesh.planner.record import Record
+from kvmesh.planner.slo import SloState
+from kvmesh.profiler.commands.apply import mesh_of, replanned, settings_of, start_command
+from kvmesh.profiler.commands.plan import deployment_of, goal_of, main
+from kvmesh.profiler.commands.plan_settings import PlanConfig
+from kvmesh.profiler.deployment.deployment import Deployment
+from kvmesh.profiler.deployment.kept import PLANS, DeploymentJudge, ProfileError, corrected_profile
+from kvmesh.profiler.deployment.planner_settings import planner_toml
+from kvmesh.profiler.deployment.request import DeploymentRequest, read_request
+from kvmesh.profiler.files import write_profile
+from kvmesh.profiler.picks import pick
+from kvmesh.protocol.errors import ConfigError
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 from tests.support.planning import an_8b

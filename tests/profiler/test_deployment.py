@@ -17,18 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.engine_steps import SHAPES
-from mesh.config import load
-from planner.config import ServiceConfig
-from profiler.__main__ import main
-from profiler.commands.plan import table_of
-from profiler.deployment.yaml_files import to_yaml
-from profiler.picks import Goal, Option, Picks
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from protocol.profile import PrefillTable, Profile, read_profile
+from kvmesh.benchmarks.engine_steps import SHAPES
+from kvmesh.mesh.config import load
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.profiler.__main__ import main
+from kvmesh.profiler.commands.plan import table_of
+from kvmesh.profiler.deployment.yaml_files import to_yaml
+from kvmesh.profiler.picks import Goal, Option, Picks
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.protocol.profile import PrefillTable, Profile, read_profile
+from kvmesh.workers.config import WorkerConfig
 from tests.support.chart import container_of, flags_of, needs_helm, rendered
-from workers.config import WorkerConfig
 
 ROOT = Path(__file__).parent.parent.parent
 FLAGS = ["--isl", "3000", "--osl", "300", "--ttft-slo-s", "0.5", "--itl-slo-s", "0.02", "--gpus", "8"]
@@ -112,8 +112,8 @@ def worker_of(command: list[str]) -> WorkerConfig:
     shell, flag, line = command
     assert (shell, flag) == ("sh", "-c")
     words = shlex.split(line.replace("$$(hostname -i)", "10.0.0.7").replace("$$(hostname)", "0123abcd"))
-    assert words[:4] == ["exec", "python", "-m", "workers"]
-    return read_worker(words[4:])
+    assert words[:3] == ["exec", "kvmesh", "worker"]
+    return read_worker(words[3:])
 
 
 def read_worker(flags: list[str]) -> WorkerConfig:

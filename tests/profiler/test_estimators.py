@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.engine_steps import SHAPES
-from profiler.aiconfigurator import AiConfigurator
-from profiler.commands.estimate import EstimateConfig, main, open_estimator
-from profiler.estimate import Estimator, estimate_profile
-from profiler.gpus import GPUS, find_gpu
-from profiler.grid import WorkerLimits
-from profiler.roofline import Roofline, Shares
-from profiler.shape import ModelShape, read_shape, shape_of
-from protocol.errors import ConfigError
-from protocol.profile import check_profile, read_profile
+from kvmesh.benchmarks.engine_steps import SHAPES
+from kvmesh.profiler.aiconfigurator import AiConfigurator
+from kvmesh.profiler.commands.estimate import EstimateConfig, main, open_estimator
+from kvmesh.profiler.estimate import Estimator, estimate_profile
+from kvmesh.profiler.gpus import GPUS, find_gpu
+from kvmesh.profiler.grid import WorkerLimits
+from kvmesh.profiler.roofline import Roofline, Shares
+from kvmesh.profiler.shape import ModelShape, read_shape, shape_of
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import check_profile, read_profile
+from kvmesh.workers.engines.mapping import parse_mapping
 from tests.support.budget import examples
-from workers.engines.mapping import parse_mapping
 
 # As the models' own config.json say.
 DEEPSEEK_V3 = {
@@ -260,7 +260,7 @@ def test_a_config_without_architectures_is_refused_by_its_name(tmp_path: Path, m
     api = SimpleNamespace(cli_estimate=None)
     for name, module in (("aiconfigurator", api), ("aiconfigurator.cli", api), ("aiconfigurator.cli.api", api)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("profiler.aiconfigurator.version", lambda name: "1")
+    monkeypatch.setattr("kvmesh.profiler.aiconfigurator.version", lambda name: "1")
     for folder in SHAPES.iterdir():
         config = json.loads((folder / "config.json").read_text())
         assert config.pop("architectures"), "the shapes of this repository work with every estimator"

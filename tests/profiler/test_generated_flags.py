@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import yaml
 
-from frontend.config import FrontendConfig
-from mesh.config import load
-from planner.config import ServiceConfig
-from profiler.deployment.chart import chart_values
-from profiler.deployment.compose import compose_override
-from profiler.deployment.deployment import Deployment, sizing_flags, warnings_of
-from profiler.deployment.planner_settings import planner_toml
-from profiler.picks import Goal, Option
-from protocol.messages import Role
-from protocol.profile import Profile
-from router.config import RouterConfig
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import load
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.profiler.deployment.chart import chart_values
+from kvmesh.profiler.deployment.compose import compose_override
+from kvmesh.profiler.deployment.deployment import Deployment, sizing_flags, warnings_of
+from kvmesh.profiler.deployment.planner_settings import planner_toml
+from kvmesh.profiler.picks import Goal, Option
+from kvmesh.protocol.messages import Role
+from kvmesh.protocol.profile import Profile
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig, with_engine_args
+from kvmesh.workers.engines.registry import STARTED
+from kvmesh.workers.engines.sglang.arguments import EventEndpoints, argv_of, read_flags
+from kvmesh.workers.engines.trtllm.arguments import prune, read_arguments
+from kvmesh.workers.engines.vllm.arguments import Surroundings, plan_start
 from tests.support.chart import container_of, find_tool, in_a_pod, rendered
-from workers.config import WorkerConfig, with_engine_args
-from workers.engines.registry import STARTED
-from workers.engines.sglang.arguments import EventEndpoints, argv_of, read_flags
-from workers.engines.trtllm.arguments import prune, read_arguments
-from workers.engines.vllm.arguments import Surroundings, plan_start
 
 ENGINES = ("torch", "mock", "vllm", "sglang", "trtllm")
 MAPPINGS = ("tp1", "tp4", "tep4", "dep4")
@@ -74,8 +74,8 @@ def compose_commands(deployment: Deployment) -> dict[str, list[str]]:
     for role in ("prefill", "decode"):
         line = services[role]["command"][2].replace("$$(hostname -i)", "10.0.0.7").replace("$$(hostname)", "abc")
         words = shlex.split(line)
-        assert words[:4] == ["exec", "python", "-m", "workers"]
-        commands[role] = words[4:]
+        assert words[:3] == ["exec", "kvmesh", "worker"]
+        commands[role] = words[3:]
     return commands
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.grid import (
+from kvmesh.profiler.grid import (
     DecodePoint,
     PrefillPoint,
     WorkerLimits,
@@ -15,7 +15,7 @@ from profiler.grid import (
     prefill_axis,
     prefill_table,
 )
-from protocol.profile import Profile, check_profile
+from kvmesh.protocol.profile import Profile, check_profile
 
 any_limits = st.builds(
     WorkerLimits,

@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from profiler.__main__ import main
-from profiler.commands.measure import MeasureConfig, jobs_of, measure_all, progress_bar, take_points, until_stopped
-from profiler.endpoint import Known, MeasuredServer, StreamUsage, timeline_of
-from profiler.grid import Point, PrefillPoint, WorkerLimits
-from profiler.journal import Journal, Subject
-from profiler.measure import MeasurePlan, Timeline, work_of
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, UnreachableError
-from protocol.profile import read_profile
-from protocol.timing import PolynomialTiming
+from kvmesh.profiler.__main__ import main
+from kvmesh.profiler.commands.measure import (
+    MeasureConfig,
+    jobs_of,
+    measure_all,
+    progress_bar,
+    take_points,
+    until_stopped,
+)
+from kvmesh.profiler.endpoint import Known, MeasuredServer, StreamUsage, timeline_of
+from kvmesh.profiler.grid import Point, PrefillPoint, WorkerLimits
+from kvmesh.profiler.journal import Journal, Subject
+from kvmesh.profiler.measure import MeasurePlan, Timeline, work_of
+from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError, UnreachableError
+from kvmesh.protocol.profile import read_profile
+from kvmesh.protocol.timing import PolynomialTiming
 from tests.support.fake_servers import OpenAiServer, VllmServer
 from tests.support.paced_target import PacedTarget
 

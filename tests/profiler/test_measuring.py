@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.grid import DecodeCell, DecodePoint, Point, PrefillPoint, WorkerLimits, decode_table, prefill_table
-from profiler.measure import (
+from kvmesh.profiler.grid import DecodeCell, DecodePoint, Point, PrefillPoint, WorkerLimits, decode_table, prefill_table
+from kvmesh.profiler.measure import (
     MeasurePlan,
     Timeline,
     Work,
@@ -20,9 +20,9 @@ from profiler.measure import (
     work_left,
     work_of,
 )
-from protocol.errors import EngineError
-from protocol.profile import Profile
-from protocol.timing import PolynomialTiming
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.profile import Profile
+from kvmesh.protocol.timing import PolynomialTiming
 from tests.support.paced_target import PacedTarget
 
 LIMITS = WorkerLimits(context_tokens=4096, total_kv_tokens=65_536, max_num_seqs=32)

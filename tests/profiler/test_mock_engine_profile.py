@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from profiler.grid import DecodePoint, Point, PrefillPoint
-from profiler.inprocess import MeasuredEngine
-from profiler.measure import MeasurePlan, measure, work_of
-from protocol.timing import PolynomialTiming
-from workers.config import WorkerConfig
-from workers.engines.mock import executor
-from workers.engines.mock.pace import MockPace
-from workers.engines.opening import open_engine
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.profiler.grid import DecodePoint, Point, PrefillPoint
+from kvmesh.profiler.inprocess import MeasuredEngine
+from kvmesh.profiler.measure import MeasurePlan, measure, work_of
+from kvmesh.protocol.timing import PolynomialTiming
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.mock import executor
+from kvmesh.workers.engines.mock.pace import MockPace
+from kvmesh.workers.engines.opening import open_engine
 
 BLOCK, BLOCKS, SEQUENCES = 16, 512, 16
 TURNS = 60  # of the event loop, in which everybody takes what the last step gave

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.commands.import_npz import main
-from profiler.npz import read_npz, write_npz
-from protocol.errors import ConfigError
-from protocol.profile import DecodeTable, PrefillTable, Profile, read_profile
+from kvmesh.profiler.commands.import_npz import main
+from kvmesh.profiler.npz import read_npz, write_npz
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile, read_profile
 
 BARE = Profile(model="m", engine="e", device="d", total_kv_tokens=1000)
 WHOLE = Profile(

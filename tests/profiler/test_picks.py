@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from benchmarks.engine_steps import SHAPES
-from planner.budget import counted_gpus
-from planner.sizing import Demand, Slo, decode_need, prefill_need
-from profiler.estimate import estimate_profile
-from profiler.gpus import GPUS
-from profiler.picks import (
+from kvmesh.benchmarks.engine_steps import SHAPES
+from kvmesh.planner.budget import counted_gpus
+from kvmesh.planner.sizing import Demand, Slo, decode_need, prefill_need
+from kvmesh.profiler.estimate import estimate_profile
+from kvmesh.profiler.gpus import GPUS
+from kvmesh.profiler.picks import (
     Goal,
     batches_of,
     decode_rps,
@@ -20,12 +20,12 @@ from profiler.picks import (
     prefill_rps,
     step_s,
 )
-from profiler.roofline import Roofline
-from profiler.shape import read_shape
-from protocol.errors import ConfigError
-from protocol.profile import Profile
+from kvmesh.profiler.roofline import Roofline
+from kvmesh.profiler.shape import read_shape
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import Profile
+from kvmesh.workers.engines.mapping import parse_mapping
 from tests.support.budget import examples
-from workers.engines.mapping import parse_mapping
 
 
 def estimate(name: str) -> Profile:

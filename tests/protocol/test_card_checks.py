@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from protocol.card_checks import MAX_FEATURES, MAX_LORAS, MAX_NAME_CHARS, MAX_RANKS, problem_of
-from protocol.ids import WorkerId
-from protocol.messages import CardTier, Role, WorkerCard
+from kvmesh.protocol.card_checks import MAX_FEATURES, MAX_LORAS, MAX_NAME_CHARS, MAX_RANKS, problem_of
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import CardTier, Role, WorkerCard
 
 CARD = WorkerCard(
     worker_id=WorkerId("w1"), name="decode-0", role=Role.DECODE, model="m", model_path="/models/m",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.errors import (
+from kvmesh.protocol.errors import (
     ConfigError,
     InvalidRequestError,
     MeshError,
@@ -11,7 +11,7 @@ from protocol.errors import (
     WireError,
     shown_error,
 )
-from protocol.messages import Failure, decode, encode, error_of, failure_of
+from kvmesh.protocol.messages import Failure, decode, encode, error_of, failure_of
 
 
 def across(error: MeshError) -> MeshError:

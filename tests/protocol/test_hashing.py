@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from protocol import hashing
-from protocol.hashing import (
+from kvmesh.protocol import hashing
+from kvmesh.protocol.hashing import (
     digest_term,
     mix64,
     pack_hashes,
@@ -22,7 +22,7 @@ from protocol.hashing import (
 )
 
 try:
-    from protocol import _native as native
+    from kvmesh.protocol import _native as native
 except ImportError:
     native = None
 

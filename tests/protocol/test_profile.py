@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
-from protocol.profile import MAX_PROFILE_BYTES, DecodeTable, PrefillTable, Profile, read_profile
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import MAX_PROFILE_BYTES, DecodeTable, PrefillTable, Profile, read_profile
 
 PREFILL = PrefillTable(isl_tokens=[16, 64, 256], ttft_s=[0.01, 0.02, 0.08])
 DECODE = DecodeTable(kv_tokens=[100, 1000], context_tokens=[50, 200, 400], itl_s=[[1.0, 2.0, 3.0], [2.0, 4.0, 8.0]])

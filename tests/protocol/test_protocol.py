@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import WireError
-from protocol.hashing import block_hashes, extend_chain, hash_seed, sequence_hashes
-from protocol.messages import Delta, GenerateRequest, decode, encode, pack_tokens, unpack_tokens
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.hashing import block_hashes, extend_chain, hash_seed, sequence_hashes
+from kvmesh.protocol.messages import Delta, GenerateRequest, decode, encode, pack_tokens, unpack_tokens
 
 # Values that the public ai-dynamo-runtime 1.6.1 wheel returned (compute_block_hash_for_seq).
 GOLDEN: list[tuple[list[int], int, str | None, str | None, list[int]]] = [

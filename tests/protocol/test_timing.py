@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.profile import DecodeTable, PrefillTable, Profile
-from protocol.timing import PolynomialTiming, ProfileTiming, Timing
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.protocol.timing import PolynomialTiming, ProfileTiming, Timing
 
 TOTAL = 16384 * 64
 TABLES = Profile(

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import yaml
 
-from protocol.errors import WireError
-from protocol.ids import WorkerId
-from protocol.messages import Feature, Role, WorkerCard, decode, decode_card, encode, encode_card
-from protocol.version import OURS, RELEASE, VersionError, Versions, common_version
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Feature, Role, WorkerCard, decode, decode_card, encode, encode_card
+from kvmesh.protocol.version import OURS, RELEASE, VersionError, Versions, common_version
 
 ROOT = Path(__file__).parents[2]
 CARD = WorkerCard(

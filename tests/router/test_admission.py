@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.errors import OverloadedError
-from protocol.ids import RequestId
-from router.admission import AdmissionRules, RefusedError
-from router.core import RouterState
-from router.rules import RouterRules
+from kvmesh.protocol.errors import OverloadedError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.router.admission import AdmissionRules, RefusedError
+from kvmesh.router.core import RouterState
+from kvmesh.router.rules import RouterRules
 from tests.support.overloaded import Asked, OverloadedMesh, poisson, tokens_per_s
 from tests.support.routing import A, card, request
 

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.ids import WorkerId
-from router.affinity import SessionAffinity, SessionKey, session_key
-from router.index import Holder
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.router.affinity import SessionAffinity, SessionKey, session_key
+from kvmesh.router.index import Holder
 from tests.support.budget import examples
 
 A, A1, B = Holder(WorkerId("a"), 0), Holder(WorkerId("a"), 1), Holder(WorkerId("b"), 0)

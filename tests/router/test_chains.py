@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.hashing import sequence_hash_bytes
-from protocol.ids import WorkerId
-from router.chains import PlainChainCounts
-from router.index import Holder
+from kvmesh.protocol.hashing import sequence_hash_bytes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.router.chains import PlainChainCounts
+from kvmesh.router.index import Holder
 from tests.support.implementations import CHAINS
 
 NewCounts = Callable[[], PlainChainCounts]

@@ -2,17 +2,17 @@
 
 import pytest
 
-from frontend.config import FrontendConfig
-from mesh.config import load
-from protocol.errors import ConfigError
-from router.config import RouterConfig, rules_of
-from router.queue import QueueRules
-from router.rules import DEFAULT_SLO_ITL_S, RouterRules
-from router.selection import Weights
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.router.config import RouterConfig, rules_of
+from kvmesh.router.queue import QueueRules
+from kvmesh.router.rules import DEFAULT_SLO_ITL_S, RouterRules
+from kvmesh.router.selection import Weights
 
 
 def read(*flags: str) -> RouterConfig:
-    return load(RouterConfig, flags, {}, prefix="KVMESH_ROUTER_", prog="python -m router")
+    return load(RouterConfig, flags, {}, prefix="KVMESH_ROUTER_", prog="kvmesh router")
 
 
 def test_the_defaults_are_those_of_the_rules() -> None:

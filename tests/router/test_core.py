@@ -2,11 +2,11 @@
 
 import pytest
 
-from protocol.errors import NoWorkerError
-from protocol.ids import RequestId, WorkerId
-from router.load import Share
-from router.queue import QueueRules
-from router.selection import Weights
+from kvmesh.protocol.errors import NoWorkerError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.router.load import Share
+from kvmesh.router.queue import QueueRules
+from kvmesh.router.selection import Weights
 from tests.support.routing import (
     BLOCK,
     ONE_AT_A_TIME,

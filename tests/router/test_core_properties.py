@@ -7,16 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OverloadedError
-from protocol.events import Cleared
-from protocol.hashing import unpack_hashes
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Placed, Role, RouteRequest, Target, WorkerCard
-from router.core import Outcome, RouterState
-from router.index import Holder
-from router.load import NOTHING, Share
-from router.queue import MAX_ASKED, QueueRules
-from router.rules import Saturation
+from kvmesh.protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OverloadedError
+from kvmesh.protocol.events import Cleared
+from kvmesh.protocol.hashing import unpack_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Placed, Role, RouteRequest, Target, WorkerCard
+from kvmesh.router.core import Outcome, RouterState
+from kvmesh.router.index import Holder
+from kvmesh.router.load import NOTHING, Share
+from kvmesh.router.queue import MAX_ASKED, QueueRules
+from kvmesh.router.rules import Saturation
 from tests.support.budget import examples
 from tests.support.routing import BLOCK, card, holds, prompt, request, router
 
@@ -429,7 +429,7 @@ def mentioned(root: object, names: set[str]) -> set[str]:
             to_see += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple | set | frozenset):
             to_see += one
-        elif is_dataclass(one) or type(one).__module__.startswith("router."):
+        elif is_dataclass(one) or type(one).__module__.startswith("kvmesh.router."):
             to_see += [getattr(one, name) for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
             to_see += vars(one).values() if hasattr(one, "__dict__") else ()
     return found

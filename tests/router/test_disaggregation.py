@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.disaggregation import Backlog, LocalPrefill, decide
+from kvmesh.router.disaggregation import Backlog, LocalPrefill, decide
 
 RULE = LocalPrefill(max_tokens=100, max_share=0.5)
 

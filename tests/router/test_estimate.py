@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.estimate import (
+from kvmesh.router.estimate import (
     LEAST,
     LONG_TOKENS,
     AnswerLengths,

@@ -6,19 +6,19 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from kvevents.door import EventDoor, new_keys
-from kvevents.publisher import KvEventPublisher
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import PlaneServer
-from protocol.events import Stored
-from protocol.ids import EngineHash, WorkerId
-from protocol.messages import WorkerCard
-from router.feeds import KvFeed
-from router.fleet import WorkerFleet
-from router.index import Holder
+from kvmesh.kvevents.door import EventDoor, new_keys
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import PlaneServer
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.ids import EngineHash, WorkerId
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.feeds import KvFeed
+from kvmesh.router.fleet import WorkerFleet
+from kvmesh.router.index import Holder
+from kvmesh.workers.event_keys import EventKeys
 from tests.support.patience import PATIENCE_S
 from tests.support.routing import card, router
-from workers.event_keys import EventKeys
 
 W = WorkerId("w")
 HOLDER = Holder(W, 0)

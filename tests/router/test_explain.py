@@ -2,15 +2,15 @@
 
 import pytest
 
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import CandidateReport, Explanation, Placed
-from router.core import RouterState
-from router.explain import MAX_CANDIDATES
-from router.index import Holder
-from router.load import Share
-from router.policies import Policy
-from router.rules import Saturation
-from router.selection import Weights
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import CandidateReport, Explanation, Placed
+from kvmesh.router.core import RouterState
+from kvmesh.router.explain import MAX_CANDIDATES
+from kvmesh.router.index import Holder
+from kvmesh.router.load import Share
+from kvmesh.router.policies import Policy
+from kvmesh.router.rules import Saturation
+from kvmesh.router.selection import Weights
 from tests.support.routing import TOKENS, P, card, holds, prompt, request, router
 
 

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from protocol.errors import NoWorkerError, OtherWeightsError, OverloadedError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Role, RouteRequest, WorkerCard
-from router.fallback import FULL_TIMES, LONG_TOKENS, FallbackRouter
+from kvmesh.protocol.errors import NoWorkerError, OtherWeightsError, OverloadedError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Role, RouteRequest, WorkerCard
+from kvmesh.router.fallback import FULL_TIMES, LONG_TOKENS, FallbackRouter
 from tests.support.routing import card
 
 

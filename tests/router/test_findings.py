@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from mesh.discovery.file import FileDiscovery
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.discovery.place import SearchPlace
-from mesh.discovery.store import Discovery
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard, encode
-from router import feeds, findings
-from router.feeds import WorkerFeed, tell_missing
-from router.findings import (
+from kvmesh.mesh.discovery.file import FileDiscovery
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.discovery.place import SearchPlace
+from kvmesh.mesh.discovery.store import Discovery
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard, encode
+from kvmesh.router import feeds, findings
+from kvmesh.router.feeds import WorkerFeed, tell_missing
+from kvmesh.router.findings import (
     GAP_S,
     GRACE_S,
     MAX_IGNORED,

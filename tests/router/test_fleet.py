@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from kvevents.formats import encode_payload
-from protocol.events import Cleared
-from protocol.ids import WorkerId
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.protocol.events import Cleared
+from kvmesh.protocol.ids import WorkerId
 from tests.support.routing import (
     BLOCK,
     TOKENS,

@@ -12,19 +12,19 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.door import KeyPair, new_keys, show_key
-from kvevents.sockets import LoopSocket, open_socket
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.identity.credentials import Credentials
-from mesh.identity.names import MeshRole
-from mesh.plane.client import PlaneClient
-from protocol.errors import ConfigError, FeedLostError, WireError
-from protocol.hashing import pack_hashes
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Role, RouterCard, RouteRequest, WorkerCard, encode
-from router.config import RouterConfig
-from router.feeds import WorkerFeed
-from router.gossip import (
+from kvmesh.kvevents.door import KeyPair, new_keys, show_key
+from kvmesh.kvevents.sockets import LoopSocket, open_socket
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import ConfigError, FeedLostError, WireError
+from kvmesh.protocol.hashing import pack_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Role, RouterCard, RouteRequest, WorkerCard, encode
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.gossip import (
     COALESCE_S,
     LAST_WORDS,
     REPEAT_S,
@@ -35,10 +35,10 @@ from router.gossip import (
     LoadNews,
     decode_news,
 )
-from router.gossip_link import Gossip
-from router.index import Holder
-from router.load import NOTHING, ActiveLoad, Share
-from router.local import LocalRouter
+from kvmesh.router.gossip_link import Gossip
+from kvmesh.router.index import Holder
+from kvmesh.router.load import NOTHING, ActiveLoad, Share
+from kvmesh.router.local import LocalRouter
 from tests.support.budget import examples
 from tests.support.certificates import TestCa
 from tests.support.patience import PATIENCE_S
@@ -406,7 +406,7 @@ async def test_routers_see_what_the_others_have_placed(mesh: Mesh) -> None:
 
 
 async def test_a_router_that_dies_is_forgotten_with_what_it_placed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.gossip.SILENCE_S", 0.3)
+    monkeypatch.setattr("kvmesh.router.gossip.SILENCE_S", 0.3)
     first, second = [await mesh.start(name) for name in "ab"]
     await second.place(request("r", pin=WorkerId("d1")), 5)
     await until(lambda: seen(first) == (160, 1, 1))
@@ -481,7 +481,7 @@ async def test_a_router_alone_says_nothing(mesh: Mesh) -> None:
 
 
 async def test_idle_routers_run_no_timers(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.gossip.REPEAT_S", 0.01)
+    monkeypatch.setattr("kvmesh.router.gossip.REPEAT_S", 0.01)
     first, second = [await mesh.start(name) for name in "ab"]
     assert first.gossip is not None
     assert second.gossip is not None
@@ -530,7 +530,7 @@ async def test_cards_that_cannot_be_followed_are_passed_over(mesh: Mesh) -> None
 
 async def test_a_router_that_listens_outlives_its_lease(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle router says nothing, and it may have lost discovery only."""
-    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("kvmesh.mesh.lapsed.ASK_AGAIN_S", 0.02)
     first, second = [await mesh.start(name) for name in "ab"]
     assert first.gossip is not None
     mesh.discovery.remove("routers/b", has_lapsed=True)

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvcache.pool import BlockPool, PoolExhaustedError
-from protocol.errors import WireError
-from protocol.events import Cleared, Digest, Removed, Stored
-from protocol.hashing import digest_term, hash_seed, pack_hashes, sequence_hashes, token_bytes
-from protocol.ids import EngineHash, SequenceHash, WorkerId
-from protocol.tiers import Tier, tier_of
-from router import index as index_module
-from router.index import Holder, PlainIndex
+from kvmesh.kvcache.pool import BlockPool, PoolExhaustedError
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, Digest, Removed, Stored
+from kvmesh.protocol.hashing import digest_term, hash_seed, pack_hashes, sequence_hashes, token_bytes
+from kvmesh.protocol.ids import EngineHash, SequenceHash, WorkerId
+from kvmesh.protocol.tiers import Tier, tier_of
+from kvmesh.router import index as index_module
+from kvmesh.router.index import Holder, PlainIndex
 from tests.support.implementations import INDEXES
 
 NewIndex = Callable[..., PlainIndex]
@@ -636,13 +636,14 @@ def test_following_a_pools_events_gives_what_the_pool_holds(
 @pytest.mark.parametrize("wanted", ["0", "1"])
 def test_plain_python_can_be_asked_for(wanted: str) -> None:
     code = (
-        "from router import chains, index; print(index.PrefixIndex.__name__, index.NATIVE, chains.ChainCounts.__name__)"
+        "from kvmesh.router import chains, index; "
+        "print(index.PrefixIndex.__name__, index.NATIVE, chains.ChainCounts.__name__)"
     )
     environment = {"KVMESH_NATIVE": wanted, "PYTHONPATH": ":".join(sys.path)}
     out = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    native = wanted == "1" and find_spec("router._native") is not None
+    native = wanted == "1" and find_spec("kvmesh.router._native") is not None
     assert out.split() == (
         ["NativeIndex", "True", "ChainCounts"] if native else ["PlainIndex", "False", "PlainChainCounts"]
     )

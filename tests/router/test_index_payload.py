@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvevents.formats import GROUP_FACTOR, MAX_EVENTS, MAX_PAYLOAD_BYTES, encode_payload
-from protocol.errors import WireError
-from protocol.events import Cleared, Removed, Stored
-from protocol.hashing import hash_seed, pack_hashes, sequence_hashes
-from protocol.ids import EngineHash, WorkerId
-from protocol.tiers import Tier
-from router import index as index_module
-from router.index import Holder, PlainIndex
+from kvmesh.kvevents.formats import GROUP_FACTOR, MAX_EVENTS, MAX_PAYLOAD_BYTES, encode_payload
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, Removed, Stored
+from kvmesh.protocol.hashing import hash_seed, pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, WorkerId
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router import index as index_module
+from kvmesh.router.index import Holder, PlainIndex
 from tests.support.implementations import INDEXES, needs_native
 
 NewIndex = Callable[..., PlainIndex]

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.hashing import pack_hashes, sequence_hashes
-from protocol.ids import WorkerId
-from protocol.tiers import Tier
-from router import index as index_module
-from router.index import Holder, PlainIndex
+from kvmesh.protocol.hashing import pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router import index as index_module
+from kvmesh.router.index import Holder, PlainIndex
 from tests.support.budget import examples
 from tests.support.implementations import needs_native
 

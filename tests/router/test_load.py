@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.hashing import pack_hashes
-from protocol.ids import RequestId, WorkerId
-from router.index import Holder
-from router.load import LEASE_S, NOTHING, ActiveLoad, HolderLoad, Owner, Share
-from router.pressure import BusyShare
+from kvmesh.protocol.hashing import pack_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.router.index import Holder
+from kvmesh.router.load import LEASE_S, NOTHING, ActiveLoad, HolderLoad, Owner, Share
+from kvmesh.router.pressure import BusyShare
 
 A, B, P = (Holder(WorkerId(name), 0) for name in "abp")
 R, S = RequestId("r"), RequestId("s")

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import pytest
 import pytest_asyncio
 
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.ids import WorkerId
-from protocol.messages import LoadReport, WorkerCard
-from router import load_feed
-from router.index import Holder
-from router.load import NOTHING, ActiveLoad, Share
-from router.load_feed import LoadFeed
-from router.reported import ReportedLoad
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import LoadReport, WorkerCard
+from kvmesh.router import load_feed
+from kvmesh.router.index import Holder
+from kvmesh.router.load import NOTHING, ActiveLoad, Share
+from kvmesh.router.load_feed import LoadFeed
+from kvmesh.router.reported import ReportedLoad
 from tests.support.patience import PATIENCE_S
 from tests.support.routing import card
 

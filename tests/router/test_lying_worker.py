@@ -7,18 +7,18 @@ from contextlib import suppress
 import pytest
 import pytest_asyncio
 
-from kvevents.formats import encode_payload
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import WireError
-from protocol.events import KvEvent, Removed, Stored
-from protocol.ids import EngineHash, WorkerId
-from protocol.messages import KvSnapshot, WorkerCard
-from router import feeds
-from router.feeds import KvFeed, KvSink, most_snapshot_bytes
-from router.fleet import FEW_BLOCKS, TIERS_SHARE, OverfullError, WorkerFleet
-from router.index import Holder
-from router.metrics import OVERFULL
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash, WorkerId
+from kvmesh.protocol.messages import KvSnapshot, WorkerCard
+from kvmesh.router import feeds
+from kvmesh.router.feeds import KvFeed, KvSink, most_snapshot_bytes
+from kvmesh.router.fleet import FEW_BLOCKS, TIERS_SHARE, OverfullError, WorkerFleet
+from kvmesh.router.index import Holder
+from kvmesh.router.metrics import OVERFULL
 from tests.support.routing import card, router
 
 TINY = card("liar", total_blocks=10)

@@ -2,10 +2,10 @@
 
 from msgspec.structs import replace
 
-from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
-from protocol.model_files import ModelFile
-from router.members import Members
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role, WorkerCard
+from kvmesh.protocol.model_files import ModelFile
+from kvmesh.router.members import Members
 
 
 def card(name: str, block_size: int = 16, context_tokens: int = 512, model: str = "m") -> WorkerCard:

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import NoWorkerError, OtherWeightsError
-from protocol.ids import WorkerId
-from protocol.kv_content import PENDING
-from protocol.messages import WorkerCard
-from router.core import RouterState
-from router.metrics import FeedFacts, read_state
-from router.pairing import UNKNOWN_PAIRS, why_apart
+from kvmesh.protocol.errors import NoWorkerError, OtherWeightsError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.kv_content import PENDING
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.core import RouterState
+from kvmesh.router.metrics import FeedFacts, read_state
+from kvmesh.router.pairing import UNKNOWN_PAIRS, why_apart
 from tests.support.routing import P, card, prompt, request, router, where
 
 EQUAL: dict[str, Any] = {"content_fingerprint": "old"}

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard
-from router.core import RouterState
-from router.peers import UNMEASURED_LATENCY_S, PeerFigures, PeerSource, kind_of, pull_of
-from router.selection import PeerPull, Weights
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard
+from kvmesh.router.core import RouterState
+from kvmesh.router.peers import UNMEASURED_LATENCY_S, PeerFigures, PeerSource, kind_of, pull_of
+from kvmesh.router.selection import PeerPull, Weights
 from tests.support.candidates import prompt as cost_of
 from tests.support.candidates import worker as candidate
 from tests.support.routing import BLOCK, A, P, at, busy, card, holds, load_of, request, router, where

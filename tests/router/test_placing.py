@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import NoWorkerError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import CardTier, Placed, WorkerCard
-from protocol.tiers import Tier
-from router.core import FEW_ASKED, RouterState
-from router.disaggregation import LocalPrefill
-from router.estimate import LEAST
-from router.load import Share
-from router.placing import plan
-from router.policies import Policy
-from router.queue import MAX_ASKED
-from router.selection import Weights
+from kvmesh.protocol.errors import NoWorkerError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import CardTier, Placed, WorkerCard
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router.core import FEW_ASKED, RouterState
+from kvmesh.router.disaggregation import LocalPrefill
+from kvmesh.router.estimate import LEAST
+from kvmesh.router.load import Share
+from kvmesh.router.placing import plan
+from kvmesh.router.policies import Policy
+from kvmesh.router.queue import MAX_ASKED
+from kvmesh.router.selection import Weights
 from tests.support.routing import (
     BLOCK,
     ONE_AT_A_TIME,
@@ -156,7 +156,7 @@ def test_while_prefill_workers_are_full_a_dispatch_makes_few_plans(monkeypatch: 
     state, plans = beside_a_full_prefill_worker(0.09, slo_itl_s=0.1), []
     for number in range(3 * MAX_ASKED):
         submit(state, f"r{number}", prompt(1000 + number), 1.0)
-    monkeypatch.setattr("router.core.plan", lambda view: plans.append(view) or plan(view))
+    monkeypatch.setattr("kvmesh.router.core.plan", lambda view: plans.append(view) or plan(view))
     assert not state.dispatch(1.0)
     assert len(plans) == FEW_ASKED
     done(state, "on p", now=2.0)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mesh.config import load
-from protocol.errors import ConfigError, NoWorkerError
-from router.config import RouterConfig, rules_of
-from router.policies import POLICIES, Policy, choose, policies_help
-from router.selection import Candidate, Weights
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError, NoWorkerError
+from kvmesh.router.config import RouterConfig, rules_of
+from kvmesh.router.policies import POLICIES, Policy, choose, policies_help
+from kvmesh.router.selection import Candidate, Weights
 from tests.support.candidates import BLOCK, EQUAL, candidates, prompt, worker
 
 

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.hashing import pack_hashes, sequence_hashes
-from protocol.ids import RequestId, WorkerId
-from router.index import Holder
-from router.prediction import _OVERHEAD_BLOCKS, PredictedPrefixes
+from kvmesh.protocol.hashing import pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.router.index import Holder
+from kvmesh.router.prediction import _OVERHEAD_BLOCKS, PredictedPrefixes
 from tests.support.budget import examples
 
 A, A1, B = Holder(WorkerId("a"), 0), Holder(WorkerId("a"), 1), Holder(WorkerId("b"), 0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pressure import (
+from kvmesh.router.pressure import (
     BUSY_WINDOW_S,
     DEMAND_WINDOW_S,
     MAX_BUSY_SHARE,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import InvalidRequestError, OverloadedError
-from protocol.ids import RequestId
-from router.queue import IDLE_TENANTS, MAX_ASKED, MAX_RETRY_S, MIN_RETRY_S, Pending, PendingQueue, QueueRules
+from kvmesh.protocol.errors import InvalidRequestError, OverloadedError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.router.queue import IDLE_TENANTS, MAX_ASKED, MAX_RETRY_S, MIN_RETRY_S, Pending, PendingQueue, QueueRules
 from tests.support.budget import examples
 
 

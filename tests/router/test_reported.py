@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import LoadReport
-from router.core import RouterState
-from router.index import Holder
-from router.load import NOTHING, ActiveLoad, Share
-from router.reported import ReportedLoad
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import LoadReport
+from kvmesh.router.core import RouterState
+from kvmesh.router.index import Holder
+from kvmesh.router.load import NOTHING, ActiveLoad, Share
+from kvmesh.router.reported import ReportedLoad
 from tests.support.routing import A, card, prompt, request, router
 
 W = WorkerId("w1")

@@ -14,23 +14,23 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvevents.publisher import KvEventPublisher
-from mesh.discovery import Put, open_discovery
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.http.server import listening
-from mesh.plane.client import PlaneClient
-from protocol.errors import InvalidRequestError
-from protocol.events import Stored
-from protocol.hashing import hash_seed, sequence_hashes
-from protocol.ids import EngineHash, RequestId, WorkerId
-from protocol.messages import Role, RouterCard, WorkerCard, decode, encode, pack_tokens
-from router import api
-from router.config import RouterConfig
-from router.feeds import WorkerFeed
-from router.http import RouterApi
-from router.index import Holder, PrefixIndex
-from router.local import LocalRouter
-from router.service import serve
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.mesh.discovery import Put, open_discovery
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.http.server import listening
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.hashing import hash_seed, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, RequestId, WorkerId
+from kvmesh.protocol.messages import Role, RouterCard, WorkerCard, decode, encode, pack_tokens
+from kvmesh.router import api
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.http import RouterApi
+from kvmesh.router.index import Holder, PrefixIndex
+from kvmesh.router.local import LocalRouter
+from kvmesh.router.service import serve
 from tests.support.budget import examples
 from tests.support.patience import PATIENCE_S
 

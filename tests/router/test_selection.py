@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.selection import Candidate, LegKind, Terms, Weights
+from kvmesh.router.selection import Candidate, LegKind, Terms, Weights
 from tests.support.candidates import EQUAL, candidates, prompt, worker
 
 # --- what a placement costs ----------------------------------------------------------------------------------------

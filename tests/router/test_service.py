@@ -11,23 +11,23 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kvevents.formats import encode_payload
-from kvevents.publisher import KvEventPublisher
-from mesh.discovery import Deleted, Put, open_discovery
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.errors import (
+from kvmesh.kvevents.formats import encode_payload
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.mesh.discovery import Deleted, Put, open_discovery
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.errors import (
     DeadlineExceededError,
     FeedLostError,
     InvalidRequestError,
     NoWorkerError,
     OverloadedError,
 )
-from protocol.events import KvEvent, Stored
-from protocol.hashing import pack_hashes, sequence_hashes
-from protocol.ids import EngineHash, RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.protocol.events import KvEvent, Stored
+from kvmesh.protocol.hashing import pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, RequestId, WorkerId
+from kvmesh.protocol.messages import (
     KvSnapshot,
     Progress,
     Resume,
@@ -39,17 +39,17 @@ from protocol.messages import (
     decode,
     encode,
 )
-from router import client as client_module
-from router import local as local_module
-from router import service as service_module
-from router.client import RemoteRouter
-from router.config import RouterConfig
-from router.core import Outcome
-from router.feeds import WorkerFeed
-from router.index import Holder
-from router.local import LocalBooking, LocalRouter
-from router.metrics import REUSED_TOKENS
-from router.service import handlers, serve
+from kvmesh.router import client as client_module
+from kvmesh.router import local as local_module
+from kvmesh.router import service as service_module
+from kvmesh.router.client import RemoteRouter
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.core import Outcome
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.index import Holder
+from kvmesh.router.local import LocalBooking, LocalRouter
+from kvmesh.router.metrics import REUSED_TOKENS
+from kvmesh.router.service import handlers, serve
 from tests.support.patience import PATIENCE_S
 
 BLOCK = 16
@@ -495,7 +495,7 @@ async def test_a_second_request_of_one_name_is_refused(world: World) -> None:
 
 async def test_without_a_router_the_error_says_what_to_start(world: World) -> None:
     assert not world.remote.is_ready()
-    with pytest.raises(NoWorkerError, match="python -m router"):
+    with pytest.raises(NoWorkerError, match="kvmesh router"):
         async with world.remote.book(request(), 5):
             pass
 
@@ -562,7 +562,7 @@ async def test_an_embedded_router_is_not_asked(world: World) -> None:
 
 async def test_a_router_that_answers_outlives_its_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router without a lease may have lost discovery only."""
-    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("kvmesh.mesh.lapsed.ASK_AGAIN_S", 0.02)
     await world.start_router("a")
     await world.add(card("d1"))
     world.discovery.remove("routers/a", has_lapsed=True)
@@ -587,7 +587,7 @@ async def test_a_router_that_is_gone_leaves_with_its_lease(world: World, there: 
 
 
 async def test_a_router_that_renews_its_lease_is_asked_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("kvmesh.mesh.lapsed.ASK_AGAIN_S", 0.02)
     await world.start_router("a")
     world.discovery.remove("routers/a", has_lapsed=True)
     await asyncio.sleep(0.05)

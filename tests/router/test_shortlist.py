@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Placed
-from router.core import RouterState
-from router.index import Holder
-from router.load import Share
-from router.placing import FEW, look, plan
-from router.rules import Saturation
-from router.shortlist import Shelves
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Placed
+from kvmesh.router.core import RouterState
+from kvmesh.router.index import Holder
+from kvmesh.router.load import Share
+from kvmesh.router.placing import FEW, look, plan
+from kvmesh.router.rules import Saturation
+from kvmesh.router.shortlist import Shelves
 from tests.support.routing import A, D, P, card, holds, prompt, request, results, router, where
 
 NOBODY: frozenset[Holder] = frozenset()

@@ -4,13 +4,13 @@ from collections import Counter
 
 import pytest
 
-from protocol.errors import DeadlineExceededError, InvalidRequestError, NoWorkerError, OverloadedError
-from protocol.ids import RequestId, WorkerId
-from router.core import RESERVE_AFTER_S, RouterState
-from router.load import Share
-from router.policies import Policy
-from router.queue import QueueRules
-from router.rules import Saturation
+from kvmesh.protocol.errors import DeadlineExceededError, InvalidRequestError, NoWorkerError, OverloadedError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.router.core import RESERVE_AFTER_S, RouterState
+from kvmesh.router.load import Share
+from kvmesh.router.policies import Policy
+from kvmesh.router.queue import QueueRules
+from kvmesh.router.rules import Saturation
 from tests.support.routing import (
     NEVER,
     ONE_AT_A_TIME,

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.ids import WorkerId
-from protocol.messages import Role
-from router.index import Holder
-from router.warmup import WarmUp
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role
+from kvmesh.router.index import Holder
+from kvmesh.router.warmup import WarmUp
 from tests.support.routing import card, prompt, request, router, where
 
 OLD, OLDER, NEW = (Holder(WorkerId(name), 0) for name in ("old", "older", "new"))

@@ -7,13 +7,13 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import Call, PlaneServer
-from protocol.ids import WorkerId
-from protocol.messages import WorkerCard, WorkerIdentity, encode
-from router.feeds import WorkerFeed
-from router.metrics import LAPSED_WORKERS
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import WorkerCard, WorkerIdentity, encode
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.metrics import LAPSED_WORKERS
 from tests.support.patience import PATIENCE_S
 from tests.support.routing import card
 
@@ -55,7 +55,7 @@ class Site:
 
 @pytest_asyncio.fixture
 async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("kvmesh.mesh.lapsed.ASK_AGAIN_S", 0.05)
     site = Site()
     await site.start()
     yield site

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.tiers.collect import SharedLimits
-from kvcache.tiers.store import TierError, TierIoError
-from kvmesh import doctor
+from kvmesh.commands import doctor
+from kvmesh.kvcache.tiers.collect import SharedLimits
+from kvmesh.kvcache.tiers.store import TierError, TierIoError
+from kvmesh.workers.shared_tier import SharedSettings, open_objects
 from tests.e2e.test_kv_disk import PROMPT, cached
 from tests.e2e.test_kv_shared import shared_bytes, who_saved
 from tests.support.disk import chain, payload_of, put, read
 from tests.support.mesh import running_mesh, until
 from tests.support.s3_server import WHY_NONE, new_objects, the_server
 from tests.support.shared import Member
-from workers.shared_tier import SharedSettings, open_objects
 
 pytestmark = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
 

@@ -14,11 +14,11 @@ import pytest_asyncio
 from prometheus_client import REGISTRY, generate_latest
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import hash_seed, sequence_hashes
-from protocol.ids import WorkerId
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import hash_seed, sequence_hashes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     Delta,
@@ -27,13 +27,13 @@ from protocol.messages import (
     SamplingParams,
     StopConditions,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.sglang.engine import SglangEngine
 from tests.support.asking import asked, prompt_tokens
 from tests.support.listening import open_to_others
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang_cpu import ENV, FLAGS, needs_sglang
 from tests.support.vllm_adapters import write_adapter
-from workers.config import WorkerConfig
-from workers.engines.sglang.engine import SglangEngine
 
 pytestmark = [needs_sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 

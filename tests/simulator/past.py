@@ -3,10 +3,10 @@
 from base64 import b64encode
 from collections.abc import Sequence
 
-from simulator import SimConfig, SimRequest, simulate
-from simulator.access_log import AccessLine
-from simulator.loads import Shape, constant, synthesize
-from simulator.open_request import SimAnswer
+from kvmesh.simulator import SimConfig, SimRequest, simulate
+from kvmesh.simulator.access_log import AccessLine
+from kvmesh.simulator.loads import Shape, constant, synthesize
+from kvmesh.simulator.open_request import SimAnswer
 
 BLOCK_SIZE = 16
 SPLIT = SimConfig(

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from planner.model import Action, Flip, Observation, ScalingDecision, Traffic
-from planner.profiles import polynomial_profile
-from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
-from simulator.coarse import simulate_coarsely
-from simulator.loads import Rate, Shape, constant, synthesize
-from simulator.requests import thread_names
+from kvmesh.planner.model import Action, Flip, Observation, ScalingDecision, Traffic
+from kvmesh.planner.profiles import polynomial_profile
+from kvmesh.simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
+from kvmesh.simulator.coarse import simulate_coarsely
+from kvmesh.simulator.loads import Rate, Shape, constant, synthesize
+from kvmesh.simulator.requests import thread_names
 
 PROFILE = polynomial_profile(400_000, 256, 8192, 1 / 24)
 BLOCK = 256

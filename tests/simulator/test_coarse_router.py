@@ -2,12 +2,12 @@
 
 import pytest
 
-from protocol.ids import RequestId
-from router.admission import AdmissionRules
-from router.estimate import CAUTION, LEAST
-from simulator.coarse_router import CoarseRouter
-from simulator.config import SimConfig
-from simulator.requests import SimRequest
+from kvmesh.protocol.ids import RequestId
+from kvmesh.router.admission import AdmissionRules
+from kvmesh.router.estimate import CAUTION, LEAST
+from kvmesh.simulator.coarse_router import CoarseRouter
+from kvmesh.simulator.config import SimConfig
+from kvmesh.simulator.requests import SimRequest
 
 OSL = 11
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
-from protocol.hashing import unpack_hashes
-from simulator.access_log import LineCounts, read_access_log
-from simulator.loads import Rate, Shape, arrivals, bursty, constant, diurnal, sawtooth, step, synthesize
-from simulator.mooncake import stream_rows
-from simulator.replay import ReplayConfig, main, rate_of, requests_of
-from simulator.tally import PercentileTally
-from simulator.traces import kind_of
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.hashing import unpack_hashes
+from kvmesh.simulator.access_log import LineCounts, read_access_log
+from kvmesh.simulator.loads import Rate, Shape, arrivals, bursty, constant, diurnal, sawtooth, step, synthesize
+from kvmesh.simulator.mooncake import stream_rows
+from kvmesh.simulator.replay import ReplayConfig, main, rate_of, requests_of
+from kvmesh.simulator.tally import PercentileTally
+from kvmesh.simulator.traces import kind_of
 
 SHAPES = [constant(3), diurnal(3, 0.5, 100), bursty(1, 9, 30, 10), step(1, 5, 30, 60), sawtooth(0, 6, 20)]
 

@@ -1,7 +1,7 @@
 """Simulated workers pull prefixes from each other, by the live rules."""
 
-from simulator import SimConfig, SimReport, SimRequest, simulate
-from simulator.requests import thread_names
+from kvmesh.simulator import SimConfig, SimReport, SimRequest, simulate
+from kvmesh.simulator.requests import thread_names
 
 BLOCK, BLOCKS = 16, 200
 ISL = BLOCKS * BLOCK + 1

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import ConfigError
-from simulator import SimReport
-from simulator.arrivals import jittered
-from simulator.mooncake import TraceRow, from_rows, stream_rows
-from simulator.replay import ReplayConfig, main, replay
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.simulator import SimReport
+from kvmesh.simulator.arrivals import jittered
+from kvmesh.simulator.mooncake import TraceRow, from_rows, stream_rows
+from kvmesh.simulator.replay import ReplayConfig, main, replay
 
 BLOCK = 64
 RATE = 640.0  # tokens/s: ten blocks

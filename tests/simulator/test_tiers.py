@@ -2,9 +2,9 @@
 
 import pytest
 
-from simulator import SimConfig, SimReport, SimRequest, simulate
-from simulator.requests import thread_names
-from simulator.tiers import SimStorage
+from kvmesh.simulator import SimConfig, SimReport, SimRequest, simulate
+from kvmesh.simulator.requests import thread_names
+from kvmesh.simulator.tiers import SimStorage
 from tests.support.disk import chain
 
 BLOCK = 16

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from frontend.whatif.question import AskedMesh, PastMesh, SeenWorker, WhatIfQuestion
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from simulator import SimConfig, SimRequest, simulate
-from simulator.access_log import AccessLine
-from simulator.open_request import SimAnswer
-from simulator.whatif.answer import WhatIfReport, answer
-from simulator.whatif.cases import FleetCounts, cases_of, texts_of
-from simulator.whatif.figures import ServedRequest, ServiceFigures, errors_of, figures_of, worst_of
-from simulator.whatif.speeds import SeenTime, fit_line
+from kvmesh.frontend.whatif.question import AskedMesh, PastMesh, SeenWorker, WhatIfQuestion
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.simulator import SimConfig, SimRequest, simulate
+from kvmesh.simulator.access_log import AccessLine
+from kvmesh.simulator.open_request import SimAnswer
+from kvmesh.simulator.whatif.answer import WhatIfReport, answer
+from kvmesh.simulator.whatif.cases import FleetCounts, cases_of, texts_of
+from kvmesh.simulator.whatif.figures import ServedRequest, ServiceFigures, errors_of, figures_of, worst_of
+from kvmesh.simulator.whatif.speeds import SeenTime, fit_line
 from tests.simulator.past import BLOCK_SIZE, SPLIT, TOGETHER, lines_of, load
 
 Lines = list[tuple[float, AccessLine]]
@@ -216,7 +216,7 @@ def answered(question: WhatIfQuestion, requests: list[SimRequest]) -> dict[str, 
     for at, line in lines_of(requests, TOGETHER):
         ts = datetime.fromtimestamp(1_800_000_000 + at, UTC).isoformat()
         lines.append(msgspec.json.encode(msgspec.to_builtins(line) | {"ts": ts}))
-    command = [sys.executable, "-m", "simulator.whatif"]
+    command = [sys.executable, "-m", "kvmesh.simulator.whatif"]
     process = subprocess.run(command, input=b"\n".join(lines), capture_output=True, timeout=120, check=True)
     return dict(msgspec.json.decode(process.stdout))
 

@@ -5,12 +5,12 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from frontend.whatif.question import PastMesh, WhatIfQuestion
-from simulator import SimRequest
-from simulator.requests import thread_name
-from simulator.whatif.answer import answer
-from simulator.whatif.traffic import PastRequest
-from simulator.whatif.turns import Evidence, turns_of, with_turns
+from kvmesh.frontend.whatif.question import PastMesh, WhatIfQuestion
+from kvmesh.simulator import SimRequest
+from kvmesh.simulator.requests import thread_name
+from kvmesh.simulator.whatif.answer import answer
+from kvmesh.simulator.whatif.traffic import PastRequest
+from kvmesh.simulator.whatif.turns import Evidence, turns_of, with_turns
 from tests.simulator.past import BLOCK_SIZE, TOGETHER, lines_of, talk
 
 MESH = PastMesh(model="", block_size=BLOCK_SIZE, blocks=8192, max_num_seqs=32, max_step_tokens=512)

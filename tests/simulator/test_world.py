@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from planner.model import Action, Flip, Observation, RoleFleet, ScalingDecision
-from protocol.errors import ConfigError
-from protocol.messages import GenerateRequest
-from protocol.profile import DecodeTable, PrefillTable, Profile
-from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
-from simulator.loads import Shape, constant, synthesize
-from simulator.records import WindowShares
-from simulator.requests import thread_names
-from workers.scheduler import Scheduler
+from kvmesh.planner.model import Action, Flip, Observation, RoleFleet, ScalingDecision
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import GenerateRequest
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
+from kvmesh.simulator.loads import Shape, constant, synthesize
+from kvmesh.simulator.records import WindowShares
+from kvmesh.simulator.requests import thread_names
+from kvmesh.workers.scheduler import Scheduler
 
 BLOCK = 16
 PROFILE = Profile(
@@ -269,9 +269,9 @@ def test_requests_waiting_in_the_router_count_as_worker_load() -> None:
 
 _PROGRAM = """
 import msgspec, sys
-from simulator import SimConfig, simulate
-from simulator.loads import Shape, bursty, synthesize
-from simulator.page import as_html
+from kvmesh.simulator import SimConfig, simulate
+from kvmesh.simulator.loads import Shape, bursty, synthesize
+from kvmesh.simulator.page import as_html
 shape = Shape(isl_tokens=150, osl_tokens=40, spread=0.5, groups=3, prefix_tokens=64, turns=2)
 load = synthesize(bursty(4, 9, 30, 10, seed=3), 60, shape, seed=5, block_size=16)
 settings = SimConfig(mode="disaggregated", workers=5, blocks=90, block_size=16, routers=2, seed=4, sample_s=5)
@@ -319,8 +319,8 @@ def test_reports_are_plain_values() -> None:
 def test_the_scheduler_is_the_live_one() -> None:
     """The simulator queues the sequence that a worker would make of the request, but without tokens."""
     body = GenerateRequest(request_id="r", model="m", prompt=b"")  # type: ignore[arg-type]
-    from protocol.hashing import unpack_hashes
-    from simulator.sequence import prompt_hashes, sequence_for
+    from kvmesh.protocol.hashing import unpack_hashes
+    from kvmesh.simulator.sequence import prompt_hashes, sequence_for
 
     names = thread_names(3, 0, 4)
     sequence = sequence_for(body, 70, unpack_hashes(prompt_hashes(names)).tolist(), names, 3)

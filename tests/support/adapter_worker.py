@@ -1,13 +1,13 @@
-"""Run a worker whose mock engine loads and unloads adapters, as vLLM's and SGLang's do: `-m ... workers FLAGS`."""
+"""Run a worker whose mock engine loads and unloads adapters, as vLLM's and SGLang's do: `-m ... MODULE FLAGS`."""
 
 import runpy
 import sys
 
-import workers.checks
-from protocol.errors import InvalidRequestError
-from protocol.messages import Control, ControlAction, ControlReply
-from workers.controls import WorkerControls
-from workers.engine import EngineInfo
+import kvmesh.workers.checks
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply
+from kvmesh.workers.controls import WorkerControls
+from kvmesh.workers.engine import EngineInfo
 
 loaded: set[str] = set()
 
@@ -27,7 +27,7 @@ def refuse_unknown(lora: str | None, info: EngineInfo) -> None:
 
 
 if __name__ == "__main__":
-    workers.checks._check_lora = refuse_unknown
+    kvmesh.workers.checks._check_lora = refuse_unknown
     WorkerControls._engine_reply = load_or_unload  # type: ignore[method-assign]
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from protocol.ids import RequestId
-from protocol.messages import GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import GenerateRequest, SamplingParams, StopConditions, pack_tokens
 
 _numbers = itertools.count()
 

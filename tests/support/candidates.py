@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
-from protocol.ids import WorkerId
-from router.index import Holder
-from router.selection import Candidate, LegKind, PlacementCost, Weights
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.router.index import Holder
+from kvmesh.router.selection import Candidate, LegKind, PlacementCost, Weights
 
 BLOCK = 16
 ISL = 160  # 10 blocks

@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from mesh.identity import issuing
-from mesh.identity.credentials import Credentials, issued_folder
-from mesh.identity.names import Identity, MeshRole
+from kvmesh.mesh.identity import issuing
+from kvmesh.mesh.identity.credentials import Credentials, issued_folder
+from kvmesh.mesh.identity.names import Identity, MeshRole
 
 
 class TestCa:

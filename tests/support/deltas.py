@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
-from frontend.generator import Generator, Hints, Trace
-from protocol.messages import Delta, GenerateRequest, TokenLogprob
+from kvmesh.frontend.generator import Generator, Hints, Trace
+from kvmesh.protocol.messages import Delta, GenerateRequest, TokenLogprob
 
 
 class OneByOne:

@@ -5,12 +5,12 @@ import os
 import threading
 from pathlib import Path
 
-from kvcache.tiers.address import content_address, root_address
-from kvcache.tiers.disk import DiskStore, SystemIo, form_of
-from kvcache.tiers.folder import FolderForm, own_folder
-from kvcache.tiers.index import TierBlock
-from kvcache.tiers.store import Payload, TierStore
-from protocol.hashing import sequence_hashes
+from kvmesh.kvcache.tiers.address import content_address, root_address
+from kvmesh.kvcache.tiers.disk import DiskStore, SystemIo, form_of
+from kvmesh.kvcache.tiers.folder import FolderForm, own_folder
+from kvmesh.kvcache.tiers.index import TierBlock
+from kvmesh.kvcache.tiers.store import Payload, TierStore
+from kvmesh.protocol.hashing import sequence_hashes
 
 BLOCK, BLOCK_BYTES = 4, 5000
 FINGERPRINT = b"\xab" * 32

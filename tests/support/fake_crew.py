@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
-from cluster.crew import Crew, WorkerStakes
-from cluster.notices import KEPT
-from mesh.discovery import Put, Registration
-from mesh.discovery.memory import MemoryDiscovery
-from mesh.plane.server import Call, PlaneServer
-from mesh.supervisor import ProcessSpec
-from protocol.errors import EngineError, InvalidRequestError, MeshError
-from protocol.ids import WorkerId
-from protocol.messages import Control, ControlReply, KeptCard, Role, WorkerCard, decode, encode
-from router.down import DownWorkers
+from kvmesh.cluster.crew import Crew, WorkerStakes
+from kvmesh.cluster.notices import KEPT
+from kvmesh.mesh.discovery import Put, Registration
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.mesh.plane.server import Call, PlaneServer
+from kvmesh.mesh.supervisor import ProcessSpec
+from kvmesh.protocol.errors import EngineError, InvalidRequestError, MeshError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Control, ControlReply, KeptCard, Role, WorkerCard, decode, encode
+from kvmesh.router.down import DownWorkers
 from tests.support.patience import PATIENCE_S
 
 

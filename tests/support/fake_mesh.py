@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from mesh.plane.client import Consumer
-from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OtherWeightsError, UnreachableError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.mesh.plane.client import Consumer
+from kvmesh.protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OtherWeightsError, UnreachableError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     CandidateReport,
     Delta,
     Embedding,
@@ -29,7 +29,7 @@ from protocol.messages import (
     encode,
     unpack_tokens,
 )
-from workers.engines.mock.executor import mock_token
+from kvmesh.workers.engines.mock.executor import mock_token
 
 VOCAB = 2048
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
@@ -122,7 +122,7 @@ class FakeWorker:
 
 
 class FakeMesh:
-    """Implements router.client.Router and what the dispatcher uses of mesh.plane.client.PlaneClient."""
+    """Implements kvmesh.router.client.Router and what the dispatcher uses of kvmesh.mesh.plane.client.PlaneClient."""
 
     def __init__(self, *workers: FakeWorker) -> None:
         self.workers = list(workers)

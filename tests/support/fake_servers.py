@@ -17,10 +17,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvevents.publisher import KvEventPublisher
-from protocol.events import KvEvent, Removed, Stored
-from protocol.ids import EngineHash
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.protocol.events import KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash
 from tests.support.patience import PATIENCE_S
 
 BLOCK = 16

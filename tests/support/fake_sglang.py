@@ -1,4 +1,4 @@
-"""SGLang without a model: what `workers.engines.sglang` uses of the package, with the shapes of SGLang 0.5.23.
+"""SGLang without a model: what `kvmesh.workers.engines.sglang` uses of the package, with the shapes of SGLang 0.5.23.
 
 From its source: `prepare_server_args` and the fields of ServerArgs (srt/server_args.py, srt/arg_groups/fields),
 `Engine.async_generate`, `get_all_child_pids`, `shutdown` (srt/entrypoints/engine.py), outputs, aborts and the reuse of
@@ -25,9 +25,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvevents.sockets import Frames, LoopSocket, open_socket
+from kvmesh.kvevents.sockets import Frames, LoopSocket, open_socket
+from kvmesh.workers.engines.sglang.runtime import FAKE_BOOTSTRAP_HOST, Runtime, Sglang
 from tests.support.toy_model import VOCAB, Event, PagedCache, StoredBlocks, next_token
-from workers.engines.sglang.runtime import FAKE_BOOTSTRAP_HOST, Runtime, Sglang
 
 CONTEXT_TOKENS = 4096
 VERSION = "0.5.23"
@@ -165,7 +165,7 @@ class _State:
 
 
 class FakeEngine:
-    """Stands for `sglang.Engine`: implements workers.engines.sglang.runtime.Runtime."""
+    """Stands for `sglang.Engine`: implements kvmesh.workers.engines.sglang.runtime.Runtime."""
 
     def __init__(self, network: FakeSglang, args: argparse.Namespace) -> None:
         self.server_args = args

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from kvmesh.workers.engines.trtllm.arguments import Variant
+from kvmesh.workers.engines.trtllm.runtime import Llm, Trtllm
 from tests.support.toy_model import Event, PagedCache, StoredBlocks, next_token
-from workers.engines.trtllm.arguments import Variant
-from workers.engines.trtllm.runtime import Llm, Trtllm
 
 CONTEXT_TOKENS = 4096
 VERSION = "1.3.0"
@@ -181,7 +181,7 @@ class _Result:
 
 
 class FakeLlm:
-    """Stands for `LLM`: implements workers.engines.trtllm.runtime.Llm."""
+    """Stands for `LLM`: implements kvmesh.workers.engines.trtllm.runtime.Llm."""
 
     def __init__(self, network: FakeTrtllm, kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs

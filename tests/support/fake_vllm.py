@@ -4,11 +4,11 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-from kvevents.publisher import KvEventPublisher
-from protocol.errors import EngineError, InvalidRequestError
-from protocol.events import KvEvent
-from workers.engines.vllm.driver import LoadedAdapter, RankLoad, VllmFacts
-from workers.engines.vllm.translate import VllmQuestion, VllmStep
+from kvmesh.kvevents.publisher import KvEventPublisher
+from kvmesh.protocol.errors import EngineError, InvalidRequestError
+from kvmesh.protocol.events import KvEvent
+from kvmesh.workers.engines.vllm.driver import LoadedAdapter, RankLoad, VllmFacts
+from kvmesh.workers.engines.vllm.translate import VllmQuestion, VllmStep
 
 CONTEXT = 512
 BLOCK = 32
@@ -21,7 +21,7 @@ def token_after(tokens: Sequence[int]) -> int:
 
 
 class FakeVllm:
-    """Implements workers.engines.vllm.driver.Driver."""
+    """Implements kvmesh.workers.engines.vllm.driver.Driver."""
 
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self.flags = list(flags)

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from frontend.picker import wire
-from frontend.picker.server import EXT_PROC, HEALTH
-from frontend.picker.wire import BodyMode
+from kvmesh.frontend.picker import wire
+from kvmesh.frontend.picker.server import EXT_PROC, HEALTH
+from kvmesh.frontend.picker.wire import BodyMode
 
 DUPLEX, BUFFERED, NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED, BodyMode.NONE
 CHAT_PATH = "/v1/chat/completions"

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from frontend.generator import DeltaConsumer, Hints, Trace
-from frontend.timeline import AnswerRecord
-from protocol.errors import MeshError, NoWorkerError
-from protocol.ids import RequestId
-from protocol.messages import (
+from kvmesh.frontend.generator import DeltaConsumer, Hints, Trace
+from kvmesh.frontend.timeline import AnswerRecord
+from kvmesh.protocol.errors import MeshError, NoWorkerError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import (
     Delta,
     Embedding,
     EmbedRequest,

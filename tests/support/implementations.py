@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from frontend import lane
-from router import chains, index
+from kvmesh.frontend import lane
+from kvmesh.router import chains, index
 
 NOT_BUILT = "the native code was not built here, or KVMESH_NATIVE=0"
 

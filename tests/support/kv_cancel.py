@@ -9,7 +9,7 @@ import base64
 import sys
 import time
 
-from protocol.messages import Ticket, decode
+from kvmesh.protocol.messages import Ticket, decode
 from tests.support.kv_peer import NUM_BLOCKS, open_with_region
 
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvevents.formats import decode_payload, encode_payload
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.ids import EngineHash, WorkerId
+from kvmesh.kvevents.formats import decode_payload, encode_payload
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash, WorkerId
 from tests.support.patience import PATIENCE_S
 
 W1 = WorkerId("w1")

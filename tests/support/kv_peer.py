@@ -11,10 +11,10 @@ import sys
 
 import numpy as np
 
-from kvcache.memory import KvRegion
-from kvcache.transfer.backend import TransferBackend, open_backend
-from protocol.ids import WorkerId, new_worker_id
-from protocol.messages import KvLayout, encode
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.kvcache.transfer.backend import TransferBackend, open_backend
+from kvmesh.protocol.ids import WorkerId, new_worker_id
+from kvmesh.protocol.messages import KvLayout, encode
 
 NUM_LAYERS = int(os.environ.get("KV_PEER_LAYERS", "2"))  # 512 bytes a block each
 LAYOUT = KvLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")

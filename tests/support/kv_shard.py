@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 
-from kvcache.transfer.heads import HeadShard, heads_of, layout_of
-from kvcache.transfer.sharded import fetch_heads
-from protocol.errors import TransferError
-from protocol.messages import KvLayout, Ticket, decode, encode
+from kvmesh.kvcache.transfer.heads import HeadShard, heads_of, layout_of
+from kvmesh.kvcache.transfer.sharded import fetch_heads
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.messages import KvLayout, Ticket, decode, encode
 from tests.support.kv_peer import NUM_BLOCKS, open_with_region
 
 WHOLE = KvLayout(

@@ -7,8 +7,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from workers.engines.mock.executor import MockExecutor
-from workers.executor import Result, Row
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.executor import Result, Row
 
 DEADLY_TOKENS = 77
 LEAK = "LEAKED-prompt-in-the-text-of-an-exception"

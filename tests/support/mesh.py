@@ -16,8 +16,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from protocol.errors import WireError
-from protocol.messages import FrontendCard, WorkerCard, decode
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.messages import FrontendCard, WorkerCard, decode
 from tests.support import mesh_tls
 from tests.support.patience import PATIENCE_S
 

@@ -11,8 +11,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from mesh.identity.credentials import Credentials
-from mesh.identity.names import MeshRole
+from kvmesh.mesh.identity.credentials import Credentials
+from kvmesh.mesh.identity.names import MeshRole
 from tests.support.certificates import TestCa
 
 IS_ON = os.environ.get("KVMESH_TEST_MESH_TLS") == "1"

@@ -1,9 +1,9 @@
-"""Run a module as a release that speaks another protocol: `python -m ... 99 98 9.9.9 workers --role decode`."""
+"""Run a module as a release that speaks another protocol: `python -m ... 99 98 9.9.9 kvmesh worker --role decode`."""
 
 import runpy
 import sys
 
-import protocol.version as version
+import kvmesh.protocol.version as version
 
 
 def main() -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from protocol.errors import MeshError
-from protocol.ids import RequestId
-from protocol.messages import Placed, RouteRequest
-from router.core import Outcome, RouterState
-from router.rules import RouterRules
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Placed, RouteRequest
+from kvmesh.router.core import Outcome, RouterState
+from kvmesh.router.rules import RouterRules
 from tests.support.routing import A, card
 
 SEATS = 8  # of a worker

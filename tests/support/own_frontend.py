@@ -3,15 +3,15 @@
 import asyncio
 from contextlib import aclosing
 
-from frontend.dispatch import Dispatcher
-from frontend.generator import Hints, Trace
-from mesh.discovery import Discovery
-from mesh.plane.client import PlaneClient
-from protocol.ids import RequestId
-from protocol.messages import GenerateRequest, SamplingParams, StopConditions, WorkerCard, pack_tokens
-from router.config import RouterConfig
-from router.feeds import WorkerFeed
-from router.local import LocalRouter
+from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.generator import Hints, Trace
+from kvmesh.mesh.discovery import Discovery
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import GenerateRequest, SamplingParams, StopConditions, WorkerCard, pack_tokens
+from kvmesh.router.config import RouterConfig
+from kvmesh.router.feeds import WorkerFeed
+from kvmesh.router.local import LocalRouter
 from tests.support.deltas import deltas_of
 from tests.support.patience import PATIENCE_S
 

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from profiler.grid import WorkerLimits
-from profiler.measure import Timeline
-from protocol.errors import EngineError
-from protocol.timing import Timing
+from kvmesh.profiler.grid import WorkerLimits
+from kvmesh.profiler.measure import Timeline
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.timing import Timing
 
 TURNS = 20  # of the event loop: all that can be asked for meanwhile has been
 

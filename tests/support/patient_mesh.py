@@ -2,9 +2,9 @@
 
 import sys
 
-import mesh.supervisor
+import kvmesh.mesh.supervisor
 from kvmesh.__main__ import main
 
 if __name__ == "__main__":
-    mesh.supervisor.STABLE_S = 0.0
+    kvmesh.mesh.supervisor.STABLE_S = 0.0
     sys.exit(main())

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from protocol.ids import WorkerId
-from protocol.messages import Role
-from workers.engine import EngineInfo
-from workers.loaded_content import KvContent
-from workers.states import WorkerStates
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.loaded_content import KvContent
+from kvmesh.workers.states import WorkerStates
 
 
 class FakePlace:
-    """Implements workers.life.Place."""
+    """Implements kvmesh.workers.life.Place."""
 
     engine_kind: str = "mock"
 

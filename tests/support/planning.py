@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from planner.model import Observation, RoleFleet, ScalingDecision, Traffic, WorkerLoad
-from planner.sizing import Demand
-from protocol.profile import DecodeTable, PrefillTable, Profile
-from protocol.timing import PolynomialTiming
+from kvmesh.planner.model import Observation, RoleFleet, ScalingDecision, Traffic, WorkerLoad
+from kvmesh.planner.sizing import Demand
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.protocol.timing import PolynomialTiming
 
 
 def an_8b(speedup: float = 1.0, total_kv_tokens: int = 400_000, gpus: int = 1) -> Profile:

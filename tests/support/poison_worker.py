@@ -5,8 +5,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from workers.engines.mock.executor import MockExecutor
-from workers.executor import Result, Row
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.executor import Result, Row
 
 POISON = (666, 667, 668)
 execute = MockExecutor.execute

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.plane import peer_watch
-from mesh.plane.pulse import CALM
+from kvmesh.mesh.plane import peer_watch
+from kvmesh.mesh.plane.pulse import CALM
 
 WITHOUT_S = 50.0  # what the fault costs without the safeguard
 RECOVERED_S = 20.0

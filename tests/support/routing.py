@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from protocol.errors import MeshError
-from protocol.events import Stored
-from protocol.hashing import pack_hashes, sequence_hashes
-from protocol.ids import EngineHash, RequestId, WorkerId
-from protocol.messages import Placed, Role, RouteRequest, WorkerCard
-from router.core import Outcome, RouterState
-from router.index import Holder
-from router.load import Share
-from router.rules import RouterRules, Saturation
+from kvmesh.protocol.errors import MeshError
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.hashing import pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, RequestId, WorkerId
+from kvmesh.protocol.messages import Placed, Role, RouteRequest, WorkerCard
+from kvmesh.router.core import Outcome, RouterState
+from kvmesh.router.index import Holder
+from kvmesh.router.load import Share
+from kvmesh.router.rules import RouterRules, Saturation
 
 BLOCK = 16
 P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvcache.tiers.objects import Objects
+from kvmesh.kvcache.tiers.objects import Objects
+from kvmesh.workers.shared_tier import SharedSettings, open_objects
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
-from workers.shared_tier import SharedSettings, open_objects
 
 INSTALLED = Path(__file__).parents[2] / ".venv-s3"
 WEED = shutil.which("weed") or shutil.which("weed", path=str(INSTALLED / "bin"))

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support import mesh_tls
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
@@ -72,17 +72,17 @@ class Services:
     ) -> str:
         """Start a service and return its name. It is not waited for."""
         name = name or f"{role}-{release.name}"
-        module = role if role in ("frontend", "router") else "workers"
+        command = role if role in ("frontend", "router") else "worker"
         given = ("--discovery", self.discovery, "--name", name, *flags)
-        if module == "workers":
+        if command == "worker":
             given += ("--role", role, "--model-path", str(model_path), *engine)
-        elif module == "frontend":
+        elif command == "frontend":
             given += ("--port", "0")
         path = self._logs[name] = self._folder / f"{name}.{len(self._logs)}.log"
         environ = {**os.environ, **release.environ}
         with path.open("wb") as log:
             process = subprocess.Popen(
-                [*release.command, module, *given], cwd=release.folder, env=environ, stdout=log, stderr=log
+                [*release.command, "kvmesh", command, *given], cwd=release.folder, env=environ, stdout=log, stderr=log
             )
         self._processes[name] = process
         self._stack.callback(process.wait)

@@ -4,14 +4,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcache.tiers.collect import SharedLimits
-from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.objects import FolderObjects, Objects, StoredObject
-from kvcache.tiers.shared import SharedNews, SharedStore
-from kvcache.tiers.store import TierIoError
-from protocol.tiers import Tier
+from kvmesh.kvcache.tiers.collect import SharedLimits
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.kvcache.tiers.objects import FolderObjects, Objects, StoredObject
+from kvmesh.kvcache.tiers.shared import SharedNews, SharedStore
+from kvmesh.kvcache.tiers.store import TierIoError
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.shared_tier import take_news
 from tests.support.disk import BLOCK, BLOCK_BYTES, FINGERPRINT
-from workers.shared_tier import take_news
 
 LIMITS = SharedLimits(1 << 30, 3600.0)
 

@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from frontend.tokenizer import Tokenizer
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.frontend.tokenizer import Tokenizer
+from kvmesh.workers.engines.mock.executor import mock_token
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
-from workers.engines.mock.executor import mock_token
 
 VOCAB = 2048  # of the mock engine
 

@@ -5,9 +5,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from workers.__main__ import main
-from workers.engines.mock.executor import MockExecutor
-from workers.executor import ModelInfo, Result, Row
+from kvmesh.workers.__main__ import main
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.executor import ModelInfo, Result, Row
 
 GOOD_STEPS = 8
 load, execute = MockExecutor.load, MockExecutor.execute

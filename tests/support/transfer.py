@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
-from kvcache.transfer.heads import BlockPart
-from kvcache.transfer.shm import ShmBackend
-from protocol.messages import Ticket
+from kvmesh.kvcache.transfer.heads import BlockPart
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.protocol.messages import Ticket
 
 
 class HangingBackend(ShmBackend):

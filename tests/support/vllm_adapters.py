@@ -4,7 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 
 
 def write_adapter(folder: Path, seed: int) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.messages import FrontendCard, Role, decode
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.messages import FrontendCard, Role, decode
 from tests.support.mesh import Mesh, until
 
 START_S = 240.0  # two at once take a minute and a half on two cores
@@ -43,7 +43,7 @@ class VllmMesh(Mesh):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """Start a worker with vLLM's own `flags` and the worker's `settings`."""
-        command = ["-m", "workers", "--engine", "vllm", "--name", name, "--role", role, "--model", "tiny"]
+        command = ["-m", "kvmesh.workers", "--engine", "vllm", "--name", name, "--role", role, "--model", "tiny"]
         command += ["--model-path", str(model_path), "--dtype", "float32"]
         command += ["--discovery", f"file:{self.run_dir / 'discovery'}", *settings, "--", *FLAGS, *flags]
         self.started[name] = _start(self.run_dir, name, command, environ)
@@ -77,7 +77,7 @@ class VllmMesh(Mesh):
         """The URL of one more frontend in front of the same workers, with another policy."""
         name = f"frontend-{policy}"
         flags = ["--name", name, "--port", "0", "--discovery", f"file:{self.run_dir / 'discovery'}"]
-        frontend = _start(self.run_dir, name, ["-m", "frontend", *flags], {"KVMESH_ROUTER_POLICY": policy})
+        frontend = _start(self.run_dir, name, ["-m", "kvmesh.frontend", *flags], {"KVMESH_ROUTER_POLICY": policy})
         try:
             until(lambda: f"frontends/{name}" in self.entries("frontends/"), 60.0, name)
             card = decode(self.entries("frontends/")[f"frontends/{name}"], FrontendCard)
@@ -107,7 +107,7 @@ class VllmMesh(Mesh):
 def running_vllm_mesh(run_dir: Path) -> Iterator[VllmMesh]:
     """A frontend; the test starts the workers. At the end every process is gone."""
     discovery = f"file:{run_dir / 'discovery'}"
-    frontend = _start(run_dir, "frontend", ["-m", "frontend", "--port", "0", "--discovery", discovery])
+    frontend = _start(run_dir, "frontend", ["-m", "kvmesh.frontend", "--port", "0", "--discovery", discovery])
     mesh = VllmMesh(frontend, run_dir)
     try:
         until(lambda: bool(mesh.entries("frontends/")), 60.0, "the frontend")

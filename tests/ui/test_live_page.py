@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvmesh.keys import main as keys_command
-from mesh.discovery import open_discovery
-from protocol.messages import encode_card
+from kvmesh.commands.keys import main as keys_command
+from kvmesh.mesh.discovery import open_discovery
+from kvmesh.protocol.messages import encode_card
 from tests.frontend import tiny
 from tests.support.chromium import Browser, Page
 from tests.support.mesh import Mesh, running_mesh

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import Mesh, until
 from tests.support.streams import Stream
 

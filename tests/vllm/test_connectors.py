@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.engines.vllm.driver import open_driver
 from tests.support.vllm_mesh import BLOCK, VllmMesh, needs_vllm, running_vllm_mesh
-from workers.engines.vllm.driver import open_driver
 
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.plane.client import PlaneClient
-from protocol.ids import new_request_id
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.ids import new_request_id
+from kvmesh.protocol.messages import (
     Delta,
     GenerateRequest,
     Guide,

@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import InvalidRequestError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import EmbedRequest, Feature, GenerateRequest, pack_tokens
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import EmbedRequest, Feature, GenerateRequest, pack_tokens
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.vllm.engine import VllmEngine
 from tests.support.vllm_mesh import ENV, FLAGS, needs_vllm
-from workers.config import WorkerConfig
-from workers.engines.vllm.engine import VllmEngine
 
 pytestmark = [needs_vllm, pytest.mark.timeout(300)]
 

@@ -14,12 +14,12 @@ import pytest_asyncio
 from prometheus_client import REGISTRY
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
-from protocol.events import Cleared, KvEvent, Removed, Stored
-from protocol.hashing import hash_seed, sequence_hashes
-from protocol.ids import WorkerId
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ContextLengthError, EngineError, InvalidRequestError
+from kvmesh.protocol.events import Cleared, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import hash_seed, sequence_hashes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     Delta,
@@ -29,12 +29,12 @@ from protocol.messages import (
     GuideKind,
     SamplingParams,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.engines.vllm.engine import VllmEngine
 from tests.support.asking import asked, prompt_tokens
 from tests.support.vllm_adapters import write_adapter
 from tests.support.vllm_mesh import BLOCK, ENV, FLAGS, needs_vllm
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo
-from workers.engines.vllm.engine import VllmEngine
 
 pytestmark = [needs_vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 

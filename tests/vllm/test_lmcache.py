@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import until
 from tests.support.vllm_adapters import write_adapter
 from tests.support.vllm_mesh import BLOCK, VllmMesh, needs_vllm, running_vllm_mesh

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.ids import WorkerId
-from protocol.messages import NO_LAYOUT, CardTier, Role
-from protocol.tiers import Tier
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import NO_LAYOUT, CardTier, Role
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.card_tiers import EVERY_S, CardTiers
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.membership import make_card
+from kvmesh.workers.service import Worker
+from kvmesh.workers.tiers import TierReport
 from tests.support.place import FakePlace
-from workers.card_tiers import EVERY_S, CardTiers
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo
-from workers.engines.opening import open_engine
-from workers.membership import make_card
-from workers.service import Worker
-from workers.tiers import TierReport
 
 INFO = EngineInfo("m", "", 16, 8, 64, 4, NO_LAYOUT, "", tiers=(CardTier(tier=Tier.HOST, blocks=100),))
 

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvcache.transfer.shm import ShmBackend
-from mesh.identity.names import MeshRole
-from mesh.plane.client import PlaneClient
-from mesh.plane.server import PlaneServer
-from protocol.errors import DrainingError, IdentityError, TransferError
-from protocol.hashing import pack_hashes, sequence_hashes
-from protocol.ids import RequestId, WorkerId, new_worker_id
-from protocol.messages import (
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.mesh.identity.names import MeshRole
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.server import PlaneServer
+from kvmesh.protocol.errors import DrainingError, IdentityError, TransferError
+from kvmesh.protocol.hashing import pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId, new_worker_id
+from kvmesh.protocol.messages import (
     Delta,
     GenerateRequest,
     OfferedPrefix,
@@ -33,14 +33,14 @@ from protocol.messages import (
     encode,
     pack_tokens,
 )
+from kvmesh.workers.engines.mock.executor import MockExecutor, mock_token
+from kvmesh.workers.metrics import REDEMPTIONS
+from kvmesh.workers.sealed_tickets import TicketOffice
+from kvmesh.workers.service import Worker, asking_peers
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support.certificates import TestCa
 from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
-from workers.engines.mock.executor import MockExecutor, mock_token
-from workers.metrics import REDEMPTIONS
-from workers.sealed_tickets import TicketOffice
-from workers.service import Worker, asking_peers
-from workers.step_engine import StepEngine, StepEngineConfig
 
 PROMPT = list(range(10, 60))
 ANSWER = [mock_token(PROMPT, i, 2048) for i in range(6)]

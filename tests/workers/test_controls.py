@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import DrainingError, EngineError, InvalidRequestError, WrongStateError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import DrainingError, EngineError, InvalidRequestError, WrongStateError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     ControlReply,
@@ -23,13 +23,13 @@ from protocol.messages import (
     encode,
     pack_tokens,
 )
+from kvmesh.workers.canary import CanaryWatch
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo, EngineLoad
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.service import Readiness, Worker
+from kvmesh.workers.trying import EngineCanary, ask_for_a_token
 from tests.support.place import FakePlace
-from workers.canary import CanaryWatch
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo, EngineLoad
-from workers.engines.opening import open_engine
-from workers.service import Readiness, Worker
-from workers.trying import EngineCanary, ask_for_a_token
 
 
 class Call:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.pool import BlockPool
-from protocol.events import KvEvent
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.protocol.events import KvEvent
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     FinishReason,
     GenerateRequest,
     KvLayout,
@@ -20,10 +20,10 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from kvmesh.workers.engines.mock.executor import mock_token
+from kvmesh.workers.executor import Sampled
+from kvmesh.workers.scheduler import DecodeRun, KvPull, Limits, Output, Scheduler, SequenceState
 from tests.support.budget import examples
-from workers.engines.mock.executor import mock_token
-from workers.executor import Sampled
-from workers.scheduler import DecodeRun, KvPull, Limits, Output, Scheduler, SequenceState
 
 BLOCK = 4
 VOCABULARY = 1000

@@ -10,24 +10,24 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvcache.tiers.disk import DiskStore
-from kvcache.tiers.slots import PAGE_BYTES
-from kvcache.tiers.store import Payload, TierIoError
-from protocol.errors import ConfigError
-from protocol.events import Stored
-from protocol.ids import new_worker_id
-from protocol.tiers import Tier
+from kvmesh.kvcache.tiers.disk import DiskStore
+from kvmesh.kvcache.tiers.slots import PAGE_BYTES
+from kvmesh.kvcache.tiers.store import Payload, TierIoError
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.ids import new_worker_id
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.disk_tier import DiskSettings
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.engines.step import tier_settings
+from kvmesh.workers.metrics import read_load
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.workers.tiers import TierSettings
 from tests.support.disk import FailingIo
 from tests.support.killed import fill_and_kill
 from tests.support.patience import PATIENCE_S
 from tests.workers.test_tiers import BLOCK, BLOCK_BYTES, BLOCKS, PROMPT, Serving, others
-from workers.config import WorkerConfig
-from workers.disk_tier import DiskSettings
-from workers.engines.mock.executor import MockExecutor
-from workers.engines.step import tier_settings
-from workers.metrics import read_load
-from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import TierSettings
 
 SPACE = 1 << 22
 
@@ -277,8 +277,8 @@ async def test_a_disk_that_does_not_answer_delays_the_start_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr("workers.disk_tier.OPEN_S", 0.05)
-    monkeypatch.setattr("workers.disk_tier.own_folder", lambda *_: goes_on.wait(PATIENCE_S) and _raise())
+    monkeypatch.setattr("kvmesh.workers.disk_tier.OPEN_S", 0.05)
+    monkeypatch.setattr("kvmesh.workers.disk_tier.own_folder", lambda *_: goes_on.wait(PATIENCE_S) and _raise())
     serving = await started(tmp_path)
     assert not serving.engine.load().tiers[0].is_readable
     goes_on.set()

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
-from workers.endpoint import http_endpoint_of
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.endpoint import http_endpoint_of
 
 
 def config(**fields: object) -> WorkerConfig:

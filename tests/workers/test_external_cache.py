@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.mirror import CacheMirror
-from protocol.errors import WireError
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term
-from protocol.ids import EngineHash
-from workers.engines.external.cache import EngineCache
+from kvmesh.kvcache.mirror import CacheMirror
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term
+from kvmesh.protocol.ids import EngineHash
+from kvmesh.workers.engines.external.cache import EngineCache
 
 RANKS = 3
 # Chains over four tokens of blocks of one token: an engine names a block by all that is before it.

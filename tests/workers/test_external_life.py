@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from protocol.errors import EngineError
-from protocol.ids import WorkerId
-from protocol.messages import NO_LAYOUT
-from workers.engine import EngineInfo
-from workers.engines.external.launch import Launch
-from workers.engines.external.life import EngineLife
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import NO_LAYOUT
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.engines.external.launch import Launch
+from kvmesh.workers.engines.external.life import EngineLife
 
 INFO = EngineInfo("m", "/m", 16, 8, 128, 4, NO_LAYOUT, "")
 

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import InvalidRequestError
-from protocol.messages import Guide, GuideKind
-from workers.engines.external.guide_trial import GuideTrial
-from workers.guide_checks import may_be_costly
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Guide, GuideKind
+from kvmesh.workers.engines.external.guide_trial import GuideTrial
+from kvmesh.workers.guide_checks import may_be_costly
 
 pytest.importorskip("llguidance")
 
@@ -31,7 +31,7 @@ async def trial() -> AsyncIterator[GuideTrial]:
 
 
 async def test_a_guide_that_passes_a_limit_is_refused(trial: GuideTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.guides.COMPILE_S", 0.2)
+    monkeypatch.setattr("kvmesh.workers.guides.COMPILE_S", 0.2)
     with pytest.raises(InvalidRequestError, match=r"took longer than 0\.2 s to compile"):
         await trial.check(BOMB, MODEL, "")
 

@@ -19,19 +19,19 @@ pytest.importorskip("torch")
 
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.jobs.places import Places
-from protocol.errors import ConfigError, EngineError, InvalidRequestError
-from protocol.messages import Guide, GuideKind
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.jobs.places import Places
+from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError
+from kvmesh.protocol.messages import Guide, GuideKind
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.registry import EngineName
+from kvmesh.workers.engines.torch.executor import TorchExecutor
+from kvmesh.workers.engines.torch.opening import open_engine
+from kvmesh.workers.executor import Executor, Sampled
+from kvmesh.workers.guide_checks import MAX_GUIDE_BYTES, check_guide
+from kvmesh.workers.guides import MOST_ANSWERS, Guides, Matcher, follow_guides, open_guides
+from kvmesh.workers.schemas import MAX_TEXT, GuideWhitespace
 from tests.support.budget import examples
-from workers.config import WorkerConfig
-from workers.engines.registry import EngineName
-from workers.engines.torch.executor import TorchExecutor
-from workers.engines.torch.opening import open_engine
-from workers.executor import Executor, Sampled
-from workers.guide_checks import MAX_GUIDE_BYTES, check_guide
-from workers.guides import MOST_ANSWERS, Guides, Matcher, follow_guides, open_guides
-from workers.schemas import MAX_TEXT, GuideWhitespace
 
 VOCAB_SIZE, EOS = 2048, 2
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
@@ -184,11 +184,13 @@ def flexible() -> Iterator[Guides]:
 
 def test_the_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("workers.engines.torch.executor.open_guides", lambda *given: opened.append(given[-1]))
+    monkeypatch.setattr("kvmesh.workers.engines.torch.executor.open_guides", lambda *given: opened.append(given[-1]))
     TorchExecutor(CHECKPOINT_DIR, guide_whitespace="flexible").load()
     assert opened == ["flexible"]
     executors: list[Executor] = []
-    monkeypatch.setattr("workers.engines.torch.opening.open_step_engine", lambda _, make: executors.append(make()))
+    monkeypatch.setattr(
+        "kvmesh.workers.engines.torch.opening.open_step_engine", lambda _, make: executors.append(make())
+    )
     open_engine(WorkerConfig(model_path=str(CHECKPOINT_DIR), guide_whitespace="flexible"))
     executors[0].load()
     assert opened == ["flexible", "flexible"]
@@ -457,7 +459,7 @@ async def own_guides() -> AsyncIterator[Guides]:
 async def test_a_guide_that_takes_too_long_to_compile_is_refused_and_remembered(
     own_guides: Guides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.guides.COMPILE_S", 0.2)
+    monkeypatch.setattr("kvmesh.workers.guides.COMPILE_S", 0.2)
     bomb = schema({"type": "integer", "multipleOf": 999_983})
     assert "took longer than 0.2 s to compile; make it simpler" in await refusal_of(own_guides, bomb)
     assert own_guides.num_processes == 0
@@ -466,7 +468,7 @@ async def test_a_guide_that_takes_too_long_to_compile_is_refused_and_remembered(
 
 
 async def test_a_guide_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.guides.PROCESS_BYTES", 32 << 20)
+    monkeypatch.setattr("kvmesh.workers.guides.PROCESS_BYTES", 32 << 20)
     guides = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS])
     assert guides is not None
     refusal = await refusal_of(guides, schema({"type": "integer", "multipleOf": 99_991}))
@@ -507,7 +509,7 @@ async def test_a_tenant_that_waits_for_processes_holds_no_place_to_compile(
 async def test_an_answer_whose_next_token_is_too_costly_fails_alone(
     own_guides: Guides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.guides.MASK_S", 0.2)
+    monkeypatch.setattr("kvmesh.workers.guides.MASK_S", 0.2)
     costly = await own_guides.open(patterns_together("[yz]{20}", 40))
     other = await own_guides.open(Guide(kind=GuideKind.REGEX, value="[0-9]+"))
     [letter] = TOKENIZER.encode("z", add_special_tokens=False).ids
@@ -526,7 +528,7 @@ async def test_an_answer_whose_next_token_is_too_costly_fails_alone(
 
 
 async def test_a_step_does_not_wait_for_a_costly_guide(own_guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.guides.MASK_S", 0.2)
+    monkeypatch.setattr("kvmesh.workers.guides.MASK_S", 0.2)
     costly = await own_guides.open(patterns_together("[yz]{20}", 40))
     [letter] = TOKENIZER.encode("z", add_special_tokens=False).ids
     late = asyncio.Event()
@@ -544,7 +546,7 @@ async def test_a_step_does_not_wait_for_a_costly_guide(own_guides: Guides, monke
 
 
 async def test_idle_processes_are_kept_up_to_a_number(own_guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.guides.MOST_IDLE", 3)
+    monkeypatch.setattr("kvmesh.workers.guides.MOST_IDLE", 3)
     for i in range(6):
         (await own_guides.open(Guide(kind=GuideKind.REGEX, value=f"a{i}"))).close()
     assert own_guides.num_processes == 3
@@ -556,10 +558,10 @@ async def test_above_the_limit_of_memory_idle_processes_end_before_others(
     in_use = await own_guides.open(schema({"type": "integer", "multipleOf": 20_011}))
     (await own_guides.open(Guide(kind=GuideKind.REGEX, value="b"))).close()
     assert own_guides.num_processes == 2
-    monkeypatch.setattr("workers.guides.MOST_BYTES", own_guides.grown_bytes)
+    monkeypatch.setattr("kvmesh.workers.guides.MOST_BYTES", own_guides.grown_bytes)
     third = await own_guides.open(Guide(kind=GuideKind.REGEX, value="c"))
     assert own_guides.num_processes == 2
-    monkeypatch.setattr("workers.guides.MOST_BYTES", 1)
+    monkeypatch.setattr("kvmesh.workers.guides.MOST_BYTES", 1)
     third.close()
     [digit] = TOKENIZER.encode("0", add_special_tokens=False).ids
     await taken(in_use, digit)

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvcache.pool import BlockPool
-from kvevents.formats import decode_payload
-from protocol.events import Digest, KvEvent, Stored
-from protocol.hashing import sequence_hashes
-from protocol.messages import KvDigest, KvSnapshot, Role, encode
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvevents.formats import decode_payload
+from kvmesh.protocol.events import Digest, KvEvent, Stored
+from kvmesh.protocol.hashing import sequence_hashes
+from kvmesh.protocol.messages import KvDigest, KvSnapshot, Role, encode
+from kvmesh.workers.service import Worker
 from tests.support.place import FakePlace
-from workers.service import Worker
 
 
 class Publisher:

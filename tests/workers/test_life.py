@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from protocol.errors import ConfigError, DrainingError, EngineError, WrongStateError
-from protocol.ids import WorkerId
-from protocol.messages import NO_LAYOUT, Role
+from kvmesh.protocol.errors import ConfigError, DrainingError, EngineError, WrongStateError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import NO_LAYOUT, Role
+from kvmesh.workers.engine import EngineInfo, EngineLoad
+from kvmesh.workers.life import WorkerLife
+from kvmesh.workers.states import CHANGES, WorkerState
 from tests.support.place import FakePlace
-from workers.engine import EngineInfo, EngineLoad
-from workers.life import WorkerLife
-from workers.states import CHANGES, WorkerState
 
 INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "shm", roles=tuple(Role))
 ORDERS = ("sleep", "wake", "drain", "resume", "prefill", "decode", "aggregated", "stop")

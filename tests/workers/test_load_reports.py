@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from mesh.plane.client import PlaneClient, Stream
-from mesh.plane.server import PlaneServer
-from protocol.messages import LoadReport
+from kvmesh.mesh.plane.client import PlaneClient, Stream
+from kvmesh.mesh.plane.server import PlaneServer
+from kvmesh.protocol.messages import LoadReport
+from kvmesh.workers.engine import EngineReport
+from kvmesh.workers.load_reports import LoadReports, ToldReports
 from tests.support.patience import PATIENCE_S
-from workers.engine import EngineReport
-from workers.load_reports import LoadReports, ToldReports
 
 SOME, MORE, NONE = (LoadReport(outside_requests=n) for n in (1, 2, 0))
 
@@ -48,7 +48,7 @@ def test_each_rank_is_told_by_itself() -> None:
 
 
 class ReportingRank:
-    """Implements workers.engine.ReportsLoad."""
+    """Implements kvmesh.workers.engine.ReportsLoad."""
 
     def __init__(self) -> None:
         self.now = EngineReport()

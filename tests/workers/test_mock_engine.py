@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError, EngineError
-from protocol.messages import Role, SamplingParams
-from protocol.profile import DecodeTable, PrefillTable, Profile
-from protocol.timing import PolynomialTiming, Timing, pull_s_per_token
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.messages import Role, SamplingParams
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.protocol.timing import PolynomialTiming, Timing, pull_s_per_token
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.mock.alarm import Alarm
+from kvmesh.workers.engines.mock.answers import mock_token, mock_vector
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.engines.mock.pace import MockPace
+from kvmesh.workers.engines.mock.vocabulary import Vocabulary, read_vocabulary
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.executor import Row, Sampled
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
-from workers.engines.mock.alarm import Alarm
-from workers.engines.mock.answers import mock_token, mock_vector
-from workers.engines.mock.executor import MockExecutor
-from workers.engines.mock.pace import MockPace
-from workers.engines.mock.vocabulary import Vocabulary, read_vocabulary
-from workers.engines.opening import open_engine
-from workers.executor import Row, Sampled
 
 BLOCK = 4
 PROMPT = [11, 12, 13, 14, 15, 16]

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-import workers.engines
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvmesh.doctor import check_engines
-from protocol.errors import ConfigError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Feature, GenerateRequest, StopConditions, pack_tokens
-from workers.config import WorkerConfig
-from workers.engines import registry
-from workers.engines.opening import open_engine
-from workers.engines.registry import EngineKind
+import kvmesh.workers.engines
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.commands.doctor import check_engines
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Feature, GenerateRequest, StopConditions, pack_tokens
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines import registry
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.engines.registry import EngineKind
 
 OPENING = """
-from workers.engines.mock.executor import MockExecutor
-from workers.engines.step import open_step_engine
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.engines.step import open_step_engine
 
 
 def open_engine(config):
@@ -42,9 +42,9 @@ def abacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     (folder / "__init__.py").touch()
     (folder / "opening.py").write_text(OPENING)
-    monkeypatch.setattr(workers.engines, "__path__", [*workers.engines.__path__, str(tmp_path)])
+    monkeypatch.setattr(kvmesh.workers.engines, "__path__", [*kvmesh.workers.engines.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "ENGINES", {**registry.ENGINES, "abacus": ENTRY})
-    monkeypatch.setattr("workers.engines.opening.ENGINES", registry.ENGINES)
+    monkeypatch.setattr("kvmesh.workers.engines.opening.ENGINES", registry.ENGINES)
 
 
 def settings(**more: Any) -> WorkerConfig:

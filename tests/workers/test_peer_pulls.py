@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvcache.transfer.shm import ShmBackend
-from protocol.errors import InvalidRequestError, TransferError, UnreachableError
-from protocol.hashing import pack_hashes, sequence_hashes
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.protocol.errors import InvalidRequestError, TransferError, UnreachableError
+from kvmesh.protocol.hashing import pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Delta,
     GenerateRequest,
     OfferedPrefix,
@@ -23,12 +23,12 @@ from protocol.messages import (
     StopConditions,
     pack_tokens,
 )
+from kvmesh.workers.engines.mock.executor import MockExecutor, mock_token
+from kvmesh.workers.peer_pulls import PrefixFetcher
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.workers.tiers import TierSettings
 from tests.support.patience import PATIENCE_S
 from tests.support.transfer import HangingBackend
-from workers.engines.mock.executor import MockExecutor, mock_token
-from workers.peer_pulls import PrefixFetcher
-from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import TierSettings
 
 BLOCK = 16
 PROMPT = list(range(10, 10 + 10 * BLOCK + 3))  # 10 full blocks

@@ -15,11 +15,11 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvcache.transfer.backend import open_backend
-from protocol.errors import InvalidRequestError
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.kvcache.transfer.backend import open_backend
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import (
     MAX_PROMPT_LOGPROBS,
     Delta,
     FinishReason,
@@ -29,11 +29,11 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.engines.torch.executor import TorchExecutor
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support.asking import prompt_tokens
 from tests.support.patience import PATIENCE_S
-from workers.engines.mock.executor import MockExecutor
-from workers.engines.torch.executor import TorchExecutor
-from workers.step_engine import StepEngine, StepEngineConfig
 
 BLOCK = 16
 TOP = 3

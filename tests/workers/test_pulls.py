@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvcache.transfer.offers import with_content
-from kvcache.transfer.shm import ShmBackend
-from protocol.ids import RequestId, new_worker_id
-from protocol.kv_content import PENDING
-from protocol.messages import Delta, GenerateRequest, PullReport, SamplingParams, StopConditions, pack_tokens
+from kvmesh.kvcache.transfer.offers import with_content
+from kvmesh.kvcache.transfer.shm import ShmBackend
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.kv_content import PENDING
+from kvmesh.protocol.messages import Delta, GenerateRequest, PullReport, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.engines.mock.executor import MockExecutor, mock_token
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support.patience import PATIENCE_S
 from tests.support.transfer import HangingBackend
-from workers.engines.mock.executor import MockExecutor, mock_token
-from workers.step_engine import StepEngine, StepEngineConfig
 
 PROMPT = list(range(10, 60))
 BLOCKS = 4  # of 16 tokens

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError, InvalidRequestError
-from protocol.events import KvEvent
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.protocol.events import KvEvent
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Delta,
     EmbedRequest,
     GenerateRequest,
@@ -23,15 +23,15 @@ from protocol.messages import (
     encode,
     pack_tokens,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.engines.mock.answers import mock_token, mock_vector
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.load_reports import reporting_ranks
+from kvmesh.workers.membership import make_card
+from kvmesh.workers.ranks import RankedEngine
+from kvmesh.workers.service import Worker
 from tests.support.place import FakePlace
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo
-from workers.engines.mock.answers import mock_token, mock_vector
-from workers.engines.opening import open_engine
-from workers.load_reports import reporting_ranks
-from workers.membership import make_card
-from workers.ranks import RankedEngine
-from workers.service import Worker
 
 PROMPT = list(range(10, 60))  # 3 full blocks
 

@@ -6,12 +6,12 @@ from importlib import import_module
 import msgspec
 import pytest
 
-from mesh.config import describe
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from workers.config import WorkerConfig
-from workers.engines.opening import check_settings
-from workers.engines.registry import ENGINES, OPTIONAL, STARTED, EngineKind, takers
+from kvmesh.mesh.config import describe
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.opening import check_settings
+from kvmesh.workers.engines.registry import ENGINES, OPTIONAL, STARTED, EngineKind, takers
 
 
 @pytest.mark.parametrize("kind", ENGINES.values(), ids=ENGINES)

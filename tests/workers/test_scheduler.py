@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.index import TierIndex
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.stack import TierLevel, TierStack
-from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.index import TierIndex
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.stack import TierLevel, TierStack
+from kvmesh.protocol.errors import ContextLengthError, InvalidRequestError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     FinishReason,
     GenerateRequest,
     KvLayout,
@@ -21,11 +21,11 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
-from protocol.tiers import Tier
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.engines.mock.executor import MockExecutor, mock_token
+from kvmesh.workers.executor import Sampled
+from kvmesh.workers.scheduler import Limits, Output, Scheduler, Step
 from tests.support.budget import examples
-from workers.engines.mock.executor import MockExecutor, mock_token
-from workers.executor import Sampled
-from workers.scheduler import Limits, Output, Scheduler, Step
 
 BLOCK = 4
 EOS = 2

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.budget import examples
-from workers.schemas import (
+from kvmesh.workers.schemas import (
     MAX_ARRANGEMENTS,
     MAX_PROBES,
     MAX_UNIQUE,
@@ -21,6 +20,7 @@ from workers.schemas import (
     held,
     held_text,
 )
+from tests.support.budget import examples
 
 VALUES: list[Any] = [
     None,

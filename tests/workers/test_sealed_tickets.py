@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from mesh.identity.names import Identity, MeshRole
-from protocol.errors import IdentityError, TransferError
-from protocol.ids import WorkerId
-from protocol.messages import KvLayout, Ticket, encode
-from workers.sealed_tickets import MAX_SEALED, SECRET_BYTES, SealedTickets
+from kvmesh.mesh.identity.names import Identity, MeshRole
+from kvmesh.protocol.errors import IdentityError, TransferError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import KvLayout, Ticket, encode
+from kvmesh.workers.sealed_tickets import MAX_SEALED, SECRET_BYTES, SealedTickets
 
 FRONTEND = Identity("prod", MeshRole.FRONTEND, "frontend-0")
 OTHER_FRONTEND = Identity("prod", MeshRole.FRONTEND, "frontend-1")

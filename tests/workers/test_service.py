@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from mesh.config import load
-from mesh.lifecycle import unless_stopped
-from protocol.errors import ConfigError, InvalidRequestError
-from protocol.ids import RequestId, WorkerId
-from protocol.kv_content import PENDING
-from protocol.messages import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.mesh.config import load
+from kvmesh.mesh.lifecycle import unless_stopped
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.kv_content import PENDING
+from kvmesh.protocol.messages import (
     Delta,
     Embedding,
     EmbedRequest,
@@ -30,18 +30,18 @@ from protocol.messages import (
     encode,
     pack_tokens,
 )
-from protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.protocol.profile import DecodeTable, PrefillTable, Profile
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine, EngineInfo
+from kvmesh.workers.engines.mock.answers import mock_token, mock_vector
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.loaded_content import KnowsContent, with_ticket_content
+from kvmesh.workers.membership import make_card
+from kvmesh.workers.metrics import forget_load, watch_load
+from kvmesh.workers.names import with_name
+from kvmesh.workers.service import Readiness, Worker, configs_of
 from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
-from workers.config import WorkerConfig
-from workers.engine import Engine, EngineInfo
-from workers.engines.mock.answers import mock_token, mock_vector
-from workers.engines.opening import open_engine
-from workers.loaded_content import KnowsContent, with_ticket_content
-from workers.membership import make_card
-from workers.metrics import forget_load, watch_load
-from workers.names import with_name
-from workers.service import Readiness, Worker, configs_of
 
 PROMPT = [5, 6, 7]
 

@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvcache.tiers.health import MOST_FAILURES
-from kvcache.tiers.objects import FolderObjects
-from kvcache.tiers.place import place_of
-from kvcache.tiers.shared import SharedStore
-from kvcache.tiers.store import TierIoError
-from protocol.errors import ConfigError
-from protocol.events import Stored
-from protocol.ids import new_worker_id
-from protocol.tiers import Tier
+from kvmesh.kvcache.tiers.health import MOST_FAILURES
+from kvmesh.kvcache.tiers.objects import FolderObjects
+from kvmesh.kvcache.tiers.place import place_of
+from kvmesh.kvcache.tiers.shared import SharedStore
+from kvmesh.kvcache.tiers.store import TierIoError
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.ids import new_worker_id
+from kvmesh.protocol.tiers import Tier
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.controls import tiers_to_reset
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.engines.step import tier_settings
+from kvmesh.workers.metrics import read_load
+from kvmesh.workers.shared_tier import SharedSettings
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.workers.tiers import TierSettings
 from tests.support.killed import fill_and_kill
 from tests.support.shared import FailingObjects, objects_in
 from tests.workers.test_tiers import BLOCK, BLOCK_BYTES, BLOCKS, PROMPT, Serving, others
-from workers.config import WorkerConfig
-from workers.controls import tiers_to_reset
-from workers.engines.mock.executor import MockExecutor
-from workers.engines.step import tier_settings
-from workers.metrics import read_load
-from workers.shared_tier import SharedSettings
-from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import TierSettings
 
 SPACE = 1 << 26
 
@@ -66,7 +66,7 @@ def failing(serving: Serving) -> FailingObjects:
 
 @pytest.fixture(autouse=True)
 def _storage_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.shared_tier.FolderObjects", FailingObjects)
+    monkeypatch.setattr("kvmesh.workers.shared_tier.FolderObjects", FailingObjects)
 
 
 @pytest_asyncio.fixture

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError, DrainingError
-from protocol.events import Cleared, Digest, Stored
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import GenerateRequest, SamplingParams, StopConditions, pack_tokens
-from workers.config import WorkerConfig
-from workers.engines.mock.executor import MockExecutor
-from workers.engines.opening import open_engine
-from workers.ranks import RankedEngine
-from workers.sleeping import SleepableEngine
-from workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError, DrainingError
+from kvmesh.protocol.events import Cleared, Digest, Stored
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.ranks import RankedEngine
+from kvmesh.workers.sleeping import SleepableEngine
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 
 PROMPT = [5] * 40
 

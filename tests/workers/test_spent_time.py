@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, FinishReason, GenerateRequest, Ticket, TimedDelta, WorkerTimes, pack_tokens
-from workers.spent_time import LATE_S, SpentTime
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import Delta, FinishReason, GenerateRequest, Ticket, TimedDelta, WorkerTimes, pack_tokens
+from kvmesh.workers.spent_time import LATE_S, SpentTime
 
 LAST = Delta((7,), FinishReason.STOP)
 QUICK = WorkerTimes(queued_s=0.001, first_s=0.002, total_s=9.0)

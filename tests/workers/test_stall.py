@@ -8,15 +8,15 @@ from contextlib import suppress
 
 import pytest
 
-from protocol.errors import EngineError, UnreachableError
+from kvmesh.protocol.errors import EngineError, UnreachableError
+from kvmesh.workers import step_engine
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.executor import ModelInfo, Result, Row
+from kvmesh.workers.stall import HESITATES_S, MOST_GAP_S, TIMES_LONGER, AnswerWatch, StepWatch
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support.asking import asked, prompt_tokens
 from tests.support.patience import PATIENCE_S
 from tests.support.recovery import RECOVERED_S, WITHOUT_S
-from workers import step_engine
-from workers.engines.mock.executor import MockExecutor
-from workers.executor import ModelInfo, Result, Row
-from workers.stall import HESITATES_S, MOST_GAP_S, TIMES_LONGER, AnswerWatch, StepWatch
-from workers.step_engine import StepEngine, StepEngineConfig
 
 
 def found_at_s(watch: StepWatch, until_s: int = 1000) -> int | None:

@@ -7,9 +7,19 @@ from contextlib import suppress
 
 import pytest
 
-from protocol.errors import DrainingError, WrongStateError
-from protocol.messages import Role
-from workers.states import CHANGES, TABLE, Begin, Nothing, OrderFirst, Wait, WorkerOrder, WorkerState, WorkerStates
+from kvmesh.protocol.errors import DrainingError, WrongStateError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.states import (
+    CHANGES,
+    TABLE,
+    Begin,
+    Nothing,
+    OrderFirst,
+    Wait,
+    WorkerOrder,
+    WorkerState,
+    WorkerStates,
+)
 
 ORDERS = [order for order in WorkerOrder if order is not WorkerOrder.STOP]
 ENDS = (WorkerState.STOPPING, WorkerState.FAILED)

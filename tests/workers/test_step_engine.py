@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import EngineError
-from protocol.events import KvEvent, Stored
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import Delta, GenerateRequest, StopConditions, pack_tokens
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.events import KvEvent, Stored
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import Delta, GenerateRequest, StopConditions, pack_tokens
+from kvmesh.workers import step_engine
+from kvmesh.workers.engines.mock.executor import MockExecutor
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from tests.support.budget import examples
-from workers import step_engine
-from workers.engines.mock.executor import MockExecutor
-from workers.step_engine import StepEngine, StepEngineConfig
 
 BLOCK, PROMPT, ANSWER = 4, 10, 30
 REQUEST = GenerateRequest(

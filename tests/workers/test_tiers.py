@@ -8,19 +8,19 @@ from contextlib import aclosing
 import pytest
 import pytest_asyncio
 
-from kvcache.tiers.store import Payload, TierError
-from protocol.errors import ConfigError, InvalidRequestError
-from protocol.events import Cleared, KvEvent, Stored
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
-from protocol.tiers import Tier
-from router.index import Holder, PlainIndex
+from kvmesh.kvcache.tiers.store import Payload, TierError
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.protocol.events import Cleared, KvEvent, Stored
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router.index import Holder, PlainIndex
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.mock.executor import MockExecutor, mock_token
+from kvmesh.workers.metrics import read_load
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.workers.tiers import TierSettings
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
-from workers.engines.mock.executor import MockExecutor, mock_token
-from workers.metrics import read_load
-from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import TierSettings
 
 BLOCK, BLOCKS = 16, 24
 BLOCK_BYTES = 2 * 4 * BLOCK

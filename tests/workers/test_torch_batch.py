@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from protocol.errors import EngineError
-from protocol.messages import SamplingParams
-from workers.engines.torch.batch import check_rows, group_by_length, plan_step
-from workers.executor import Row
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.messages import SamplingParams
+from kvmesh.workers.engines.torch.batch import check_rows, group_by_length, plan_step
+from kvmesh.workers.executor import Row
 
 
 def row(tokens: Sequence[int], start: int, blocks: Sequence[int], sample: bool = True) -> Row:

@@ -4,17 +4,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cluster.tiny_model import CHECKPOINT_DIR  # noqa: E402
-from protocol.errors import ConfigError  # noqa: E402
-from protocol.messages import SamplingParams  # noqa: E402
-from workers.config import WorkerConfig  # noqa: E402
-from workers.engines.torch import kernels  # noqa: E402
-from workers.engines.torch.batch import plan_step  # noqa: E402
-from workers.engines.torch.buckets import Bucket, bucket_of, padded  # noqa: E402
-from workers.engines.torch.config import bucket_sizes  # noqa: E402
-from workers.engines.torch.executor import TorchExecutor  # noqa: E402
-from workers.engines.torch.metrics import STEPS  # noqa: E402
-from workers.executor import Row, Sampled  # noqa: E402
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR  # noqa: E402
+from kvmesh.protocol.errors import ConfigError  # noqa: E402
+from kvmesh.protocol.messages import SamplingParams  # noqa: E402
+from kvmesh.workers.config import WorkerConfig  # noqa: E402
+from kvmesh.workers.engines.torch import kernels  # noqa: E402
+from kvmesh.workers.engines.torch.batch import plan_step  # noqa: E402
+from kvmesh.workers.engines.torch.buckets import Bucket, bucket_of, padded  # noqa: E402
+from kvmesh.workers.engines.torch.config import bucket_sizes  # noqa: E402
+from kvmesh.workers.engines.torch.executor import TorchExecutor  # noqa: E402
+from kvmesh.workers.engines.torch.metrics import STEPS  # noqa: E402
+from kvmesh.workers.executor import Row, Sampled  # noqa: E402
 
 DEVICES = [
     "cpu",
@@ -96,7 +96,7 @@ def test_padded_steps_give_the_same_tokens(lengths: list[int], device: str, monk
 
 
 def test_a_cpu_with_kernels_needs_no_buckets(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", "workers.engines.torch"):
+    with caplog.at_level("WARNING", "kvmesh.workers.engines.torch"):
         TorchExecutor(CHECKPOINT_DIR, device="cpu", decode_buckets=(1, 2)).load()
     assert "of use on a GPU alone" in caplog.text
 

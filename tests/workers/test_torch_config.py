@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import ConfigError
-from workers.engines.torch.config import ModelConfig, RopeConfig, read_config
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.engines.torch.config import ModelConfig, RopeConfig, read_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

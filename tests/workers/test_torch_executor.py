@@ -11,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-from protocol.errors import ConfigError, EngineError  # noqa: E402
-from protocol.messages import KvLayout, SamplingParams  # noqa: E402
-from workers.engines.torch.config import read_config  # noqa: E402
-from workers.engines.torch.executor import TorchExecutor, choose_dtype, open_device  # noqa: E402
-from workers.engines.torch.weights import load_weights  # noqa: E402
-from workers.executor import Executor, Row, Sampled  # noqa: E402
+from kvmesh.protocol.errors import ConfigError, EngineError  # noqa: E402
+from kvmesh.protocol.messages import KvLayout, SamplingParams  # noqa: E402
+from kvmesh.workers.engines.torch.config import read_config  # noqa: E402
+from kvmesh.workers.engines.torch.executor import TorchExecutor, choose_dtype, open_device  # noqa: E402
+from kvmesh.workers.engines.torch.weights import load_weights  # noqa: E402
+from kvmesh.workers.executor import Executor, Row, Sampled  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

@@ -9,19 +9,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cluster.tiny_model import CHECKPOINT_DIR  # noqa: E402
-from protocol.messages import KvLayout, SamplingParams  # noqa: E402
-from workers.engines.torch import kernels  # noqa: E402
-from workers.engines.torch.batch import plan_step, to_device  # noqa: E402
-from workers.engines.torch.cache import PagedKv, allocate  # noqa: E402
-from workers.engines.torch.config import ModelConfig, RopeConfig  # noqa: E402
-from workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd, keep_freed_memory  # noqa: E402
-from workers.engines.torch.executor import TorchExecutor  # noqa: E402
-from workers.engines.torch.kernels import CpuKernels, KernelShare, Projection, all_kernels, share_of  # noqa: E402
-from workers.engines.torch.metrics import STEPS as STEPS_TAKEN  # noqa: E402
-from workers.engines.torch.model import Transformer  # noqa: E402
-from workers.engines.torch.weights import ModelWeights, random_weights  # noqa: E402
-from workers.executor import Row  # noqa: E402
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR  # noqa: E402
+from kvmesh.protocol.messages import KvLayout, SamplingParams  # noqa: E402
+from kvmesh.workers.engines.torch import kernels  # noqa: E402
+from kvmesh.workers.engines.torch.batch import plan_step, to_device  # noqa: E402
+from kvmesh.workers.engines.torch.cache import PagedKv, allocate  # noqa: E402
+from kvmesh.workers.engines.torch.config import ModelConfig, RopeConfig  # noqa: E402
+from kvmesh.workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd, keep_freed_memory  # noqa: E402
+from kvmesh.workers.engines.torch.executor import TorchExecutor  # noqa: E402
+from kvmesh.workers.engines.torch.kernels import CpuKernels, KernelShare, Projection, all_kernels, share_of  # noqa: E402
+from kvmesh.workers.engines.torch.metrics import STEPS as STEPS_TAKEN  # noqa: E402
+from kvmesh.workers.engines.torch.model import Transformer  # noqa: E402
+from kvmesh.workers.engines.torch.weights import ModelWeights, random_weights  # noqa: E402
+from kvmesh.workers.executor import Row  # noqa: E402
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
@@ -248,7 +248,7 @@ def test_the_way_of_attention_is_logged_and_counted(
     if attention == "gathered":
         monkeypatch.setattr(kernels, "_NATIVE", None)
     executor = TorchExecutor(CHECKPOINT_DIR, device="cpu", dtype="float32")
-    with caplog.at_level("INFO", "workers.engines.torch"):
+    with caplog.at_level("INFO", "kvmesh.workers.engines.torch"):
         executor.load()
     executor.allocate_kv(4, None)
     before = STEPS_TAKEN.labels(attention)._value.get()

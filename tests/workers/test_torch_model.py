@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from protocol.messages import SamplingParams  # noqa: E402
-from workers.engines.torch.executor import TorchExecutor  # noqa: E402
-from workers.executor import Embedded, Row, Sampled  # noqa: E402
+from kvmesh.protocol.messages import SamplingParams  # noqa: E402
+from kvmesh.workers.engines.torch.executor import TorchExecutor  # noqa: E402
+from kvmesh.workers.executor import Embedded, Row, Sampled  # noqa: E402
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch")
 
-from protocol.messages import SamplingParams  # noqa: E402
-from workers.engines.torch.sampling import adjust, choose, draw, in_falling_order, uniform  # noqa: E402
-from workers.executor import Row  # noqa: E402
+from kvmesh.protocol.messages import SamplingParams  # noqa: E402
+from kvmesh.workers.engines.torch.sampling import adjust, choose, draw, in_falling_order, uniform  # noqa: E402
+from kvmesh.workers.executor import Row  # noqa: E402
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5, 2.5])
 MANY = 4000

@@ -10,13 +10,13 @@ pytest.importorskip("torch")
 
 import torch
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.engines.torch.executor import TorchExecutor
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.workers.tiers import MIB, TierSettings
 from tests.support.patience import PATIENCE_S
-from workers.engines.torch.executor import TorchExecutor
-from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import MIB, TierSettings
 
 BLOCK, BLOCKS = 16, 24
 PROMPT = [(7 * i) % 1900 + 10 for i in range(10 * BLOCK + 5)]

@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from protocol.errors import DrainingError, EngineError, InvalidRequestError, WrongStateError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, GenerateRequest, Role, encode
+from kvmesh.protocol.errors import DrainingError, EngineError, InvalidRequestError, WrongStateError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, GenerateRequest, Role, encode
+from kvmesh.workers.engine import EngineInfo, EngineLoad
+from kvmesh.workers.life import WorkerLife
+from kvmesh.workers.service import Worker
+from kvmesh.workers.states import WorkerOrder, WorkerState
 from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
-from workers.engine import EngineInfo, EngineLoad
-from workers.life import WorkerLife
-from workers.service import Worker
-from workers.states import WorkerOrder, WorkerState
 
 INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "shm", roles=tuple(Role))
 

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig, with_engine_args
-from workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
-from workers.engines.vllm.transfer import TRANSFER
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig, with_engine_args
+from kvmesh.workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
+from kvmesh.workers.engines.vllm.transfer import TRANSFER
 
 HERE = Surroundings(5600, num_cpus=8, events="ipc:///run/events", replay="ipc:///run/replay")
 
@@ -74,7 +74,7 @@ def test_each_role_has_its_side_of_nixl(role: str, kv_role: str) -> None:
     transfer = json.loads(value(started, "--kv-transfer-config"))
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", kv_role)
     assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 12, "num_threads": 0}
-    assert transfer["kv_connector_module_path"] == "workers.engines.vllm.connector"
+    assert transfer["kv_connector_module_path"] == "kvmesh.workers.engines.vllm.connector"
     assert started.transfer == TRANSFER
 
 

@@ -4,12 +4,12 @@ from typing import Any, cast
 
 import pytest
 
-from mesh.plane.server import Call
-from protocol.errors import DrainingError, InvalidRequestError
-from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, encode
+from kvmesh.mesh.plane.server import Call
+from kvmesh.protocol.errors import DrainingError, InvalidRequestError
+from kvmesh.protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, encode
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.service import Worker
 from tests.support.place import FakePlace
-from workers.engine import EngineInfo
-from workers.service import Worker
 
 INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "")
 

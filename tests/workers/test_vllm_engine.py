@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import hash_seed, sequence_hashes
-from protocol.ids import EngineHash, RequestId, WorkerId
-from protocol.kv_content import PENDING
-from protocol.messages import (
+from kvmesh.protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import hash_seed, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, RequestId, WorkerId
+from kvmesh.protocol.kv_content import PENDING
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     Delta,
@@ -28,12 +28,12 @@ from protocol.messages import (
     StopConditions,
     pack_tokens,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Controllable, EngineInfo
+from kvmesh.workers.engines.vllm.driver import LoadedAdapter
+from kvmesh.workers.engines.vllm.engine import VllmEngine
 from tests.support.fake_vllm import BLOCK, FakeVllm, token_after
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
-from workers.engine import Controllable, EngineInfo
-from workers.engines.vllm.driver import LoadedAdapter
-from workers.engines.vllm.engine import VllmEngine
 
 PROMPT = list(range(100, 170))
 

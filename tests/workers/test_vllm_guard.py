@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from kvmesh.workers.engines.vllm.guard import Guard, start_time
 from tests.support.patience import PATIENCE_S
-from workers.engines.vllm.guard import Guard, start_time
 
 HOST = """
 import subprocess, sys
-from workers.engines.vllm.guard import Guard
+from kvmesh.workers.engines.vllm.guard import Guard
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 guard = Guard()
 guard.watch([child.pid])

@@ -11,24 +11,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from mesh.discovery.memory import MemoryDiscovery
-from protocol.errors import ConfigError, EngineError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import GenerateRequest, pack_tokens
+from kvmesh.mesh.discovery.memory import MemoryDiscovery
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import GenerateRequest, pack_tokens
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.engines.vllm.arguments import leads
+from kvmesh.workers.engines.vllm.engine import VllmEngine
+from kvmesh.workers.engines.vllm.node import VllmNode
+from kvmesh.workers.engines.vllm.starting import Starting
+from kvmesh.workers.membership import Membership
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
-from workers.engines.opening import open_engine
-from workers.engines.vllm.arguments import leads
-from workers.engines.vllm.engine import VllmEngine
-from workers.engines.vllm.node import VllmNode
-from workers.engines.vllm.starting import Starting
-from workers.membership import Membership
 
 NODE_1 = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --tensor-parallel-size 2"
 
 
 class FakeNode:
-    """Implements workers.engines.vllm.driver.Node."""
+    """Implements kvmesh.workers.engines.vllm.driver.Node."""
 
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self.flags = list(flags)

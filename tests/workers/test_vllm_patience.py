@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.vllm.patience import PullClock
+from kvmesh.workers.engines.vllm.patience import PullClock
 
 LOOKS = st.lists(st.tuples(st.floats(0.01, 5), st.integers(0, 3)), min_size=1, max_size=40)  # seconds since, queued
 

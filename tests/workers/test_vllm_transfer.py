@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
-from workers.engines.opening import open_engine
-from workers.engines.vllm.transfer import check_can_run, hands_over, keeps_kv, transfer_config
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.engines.vllm.transfer import check_can_run, hands_over, keeps_kv, transfer_config
 
 GIB = 1 << 30
 
@@ -37,7 +37,7 @@ def test_in_a_chain_nixl_takes_the_role_and_others_keep(role: str, kv_role: str)
         ("OffloadingConnector", "kv_both"),
         ("LMCacheConnectorV1", "kv_both"),
     ]
-    assert parts[0]["kv_connector_module_path"] == "workers.engines.vllm.connector"
+    assert parts[0]["kv_connector_module_path"] == "kvmesh.workers.engines.vllm.connector"
     assert hands_over(chain)
 
 
@@ -61,7 +61,7 @@ def test_lmcaches_server_is_told_where_it_is_and_what_the_weights_are() -> None:
         assert found == {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
-            "kv_connector_module_path": "workers.engines.vllm.lmcache",
+            "kv_connector_module_path": "kvmesh.workers.engines.vllm.lmcache",
             "kv_connector_extra_config": {
                 "kvmesh.weights": "abc",
                 "lmcache.mp.host": "tcp://10.0.0.7",

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, TransferError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.protocol.errors import ContextLengthError, EngineError, InvalidRequestError, TransferError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Delta,
     FinishReason,
     GenerateRequest,
@@ -24,7 +24,7 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.engines.vllm.translate import (
+from kvmesh.workers.engines.vllm.translate import (
     DivergedError,
     PullFailedError,
     VllmAnswer,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import workers.loaded_content as loaded_content
-import workers.weights_hash as weights_hash
-from protocol.errors import StaleCardError
-from protocol.kv_content import PENDING
+import kvmesh.workers.loaded_content as loaded_content
+import kvmesh.workers.weights_hash as weights_hash
+from kvmesh.protocol.errors import StaleCardError
+from kvmesh.protocol.kv_content import PENDING
+from kvmesh.workers.loaded_content import KvContent, LoadedContent, check_card, content_with
+from kvmesh.workers.weights_hash import FileState, WeightsHasher, cache_folder, content_files
 from tests.support.patience import PATIENCE_S
-from workers.loaded_content import KvContent, LoadedContent, check_card, content_with
-from workers.weights_hash import FileState, WeightsHasher, cache_folder, content_files
 
 OLD_S = 3600.0  # age of files whose hashes are kept
 

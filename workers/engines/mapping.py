@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 MAX_GPUS = 1024
 

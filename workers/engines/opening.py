@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
-from workers.engine import Engine
-from workers.engines.registry import ENGINES, OPTIONAL, EngineKind, check_taken
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine
+from kvmesh.workers.engines.registry import ENGINES, OPTIONAL, EngineKind, check_taken
 
 
 def open_engine(config: WorkerConfig) -> Engine:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from protocol.errors import ConfigError
-from protocol.messages import Feature, Role
-from workers.engines.mapping import ParallelMapping
-from workers.engines.sglang.mapping import mapping_flags as sglang_mapping_flags
-from workers.engines.trtllm.mapping import mapping_flags as trtllm_mapping_flags
-from workers.engines.vllm.mapping import mapping_flags as vllm_mapping_flags
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Feature, Role
+from kvmesh.workers.engines.mapping import ParallelMapping
+from kvmesh.workers.engines.sglang.mapping import mapping_flags as sglang_mapping_flags
+from kvmesh.workers.engines.trtllm.mapping import mapping_flags as trtllm_mapping_flags
+from kvmesh.workers.engines.vllm.mapping import mapping_flags as vllm_mapping_flags
 
 MappingFlags = Callable[[ParallelMapping, int], list[str]]
 """Returns the engine's own flags for a mapping and the most sequences at once (0: the engine decides)."""
@@ -41,7 +41,7 @@ class EngineKind:
     @property
     def opening(self) -> str:
         """The name of the module that opens the engine."""
-        return f"workers.engines.{self.folder or self.name}.opening"
+        return f"kvmesh.workers.engines.{self.folder or self.name}.opening"
 
     @property
     def has_ranks(self) -> bool:

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from kvcache.transfer.backend import choose_backend, open_backend
-from mesh.safeguards import is_off
-from workers.config import WorkerConfig
-from workers.disk_tier import GIB, DiskSettings
-from workers.engine import Engine
-from workers.executor import Executor
-from workers.names import served_name
-from workers.ranks import RankedEngine
-from workers.shared_tier import SharedSettings
-from workers.sleeping import SleepableEngine
-from workers.stall import STEP_STALL_S
-from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import MIB, TierSettings
+from kvmesh.kvcache.transfer.backend import choose_backend, open_backend
+from kvmesh.mesh.safeguards import is_off
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.disk_tier import GIB, DiskSettings
+from kvmesh.workers.engine import Engine
+from kvmesh.workers.executor import Executor
+from kvmesh.workers.names import served_name
+from kvmesh.workers.ranks import RankedEngine
+from kvmesh.workers.shared_tier import SharedSettings
+from kvmesh.workers.sleeping import SleepableEngine
+from kvmesh.workers.stall import STEP_STALL_S
+from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
+from kvmesh.workers.tiers import MIB, TierSettings
 
 NEVER_S = 1e9
 HOUR_S = 3600.0

@@ -1,6 +1,6 @@
-"""Run the memory service of this host: `python -m workers.memory`."""
+"""Run the memory service of this host: `kvmesh memory`."""
 
-from mesh.starting import end_on_signals
+from kvmesh.mesh.starting import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()  # also while the modules below are imported
@@ -10,14 +10,14 @@ import sys
 
 import msgspec
 
-from mesh.config import load
-from mesh.lifecycle import run
-from mesh.telemetry import setup_logging
-from protocol.errors import ConfigError, MeshError
-from workers.memory.client import ImageLease
-from workers.memory.config import MemoryConfig
-from workers.memory.messages import Holdings
-from workers.memory.service import serve
+from kvmesh.mesh.config import load
+from kvmesh.mesh.lifecycle import run
+from kvmesh.mesh.telemetry import setup_logging
+from kvmesh.protocol.errors import ConfigError, MeshError
+from kvmesh.workers.memory.client import ImageLease
+from kvmesh.workers.memory.config import MemoryConfig
+from kvmesh.workers.memory.messages import Holdings
+from kvmesh.workers.memory.service import serve
 
 
 def main() -> int:

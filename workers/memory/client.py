@@ -6,8 +6,8 @@ import struct
 import time
 from dataclasses import dataclass
 
-from protocol.errors import EngineError
-from workers.memory.messages import (
+from kvmesh.protocol.errors import EngineError
+from kvmesh.workers.memory.messages import (
     MAX_PACKET_BYTES,
     FromService,
     Holdings,

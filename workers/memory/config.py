@@ -4,8 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from mesh.http.browsers import AllowedHosts
-from mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.mesh.http.browsers import AllowedHosts
+from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
 
 
 class MemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import WireError
+from kvmesh.protocol.errors import WireError
 
 MAX_PACKET_BYTES = 1 << 16
 MAX_LABEL_CHARS = 200

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from mesh.measure import AtScrape, Reading, locked_counter
-from workers.memory.shelf import ImageShelf
+from kvmesh.mesh.measure import AtScrape, Reading, locked_counter
+from kvmesh.workers.memory.shelf import ImageShelf
 
 _P = "kvmesh_memory_"
 ANSWERS = locked_counter(_P + "answers_total")  # mapped, write, refused, cut

@@ -12,7 +12,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import EngineError
+from kvmesh.protocol.errors import EngineError
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 # Images lie where neither programs, nor their heaps, nor the maps that the kernel places have anything: 128 places of

@@ -12,13 +12,13 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from mesh.exposition import labelled
-from mesh.lifecycle import watch_parent
-from mesh.telemetry import serve_metrics
-from protocol.errors import ConfigError, WireError
-from workers.memory.client import peer_uid
-from workers.memory.config import MemoryConfig
-from workers.memory.messages import (
+from kvmesh.mesh.exposition import labelled
+from kvmesh.mesh.lifecycle import watch_parent
+from kvmesh.mesh.telemetry import serve_metrics
+from kvmesh.protocol.errors import ConfigError, WireError
+from kvmesh.workers.memory.client import peer_uid
+from kvmesh.workers.memory.config import MemoryConfig
+from kvmesh.workers.memory.messages import (
     MAX_LABEL_CHARS,
     MAX_PACKET_BYTES,
     FromWorker,
@@ -35,9 +35,9 @@ from workers.memory.messages import (
     from_worker,
     packed,
 )
-from workers.memory.metrics import ANSWERS, FREED, HELD, read_shelf
-from workers.memory.pages import make_space, read_only, seal
-from workers.memory.shelf import (
+from kvmesh.workers.memory.metrics import ANSWERS, FREED, HELD, read_shelf
+from kvmesh.workers.memory.pages import make_space, read_only, seal
+from kvmesh.workers.memory.shelf import (
     Cut,
     Finished,
     Free,

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from workers.memory.messages import MAX_IMAGES, Held
+from kvmesh.workers.memory.messages import MAX_IMAGES, Held
 
 UserId = int  # a connection
 Outcome = Literal["mapped", "refused", "abandoned", "evicted"]

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from frontend.parsers.events import Parser, Tool
-from frontend.parsers.tools.headed import DeepseekCalls, KimiCalls, MistralCalls
-from frontend.parsers.tools.objects import ArgumentsAsJson, CallsAsJson, HermesCalls, LlamaCalls
-from frontend.parsers.tools.pythonic import PythonicCalls
-from frontend.parsers.tools.schema import named_schema, required_schema
-from frontend.parsers.tools.tagged import GlmCalls, QwenCoderCalls
-from protocol.parsers import tool_parser_name
+from kvmesh.frontend.parsers.events import Parser, Tool
+from kvmesh.frontend.parsers.tools.headed import DeepseekCalls, KimiCalls, MistralCalls
+from kvmesh.frontend.parsers.tools.objects import ArgumentsAsJson, CallsAsJson, HermesCalls, LlamaCalls
+from kvmesh.frontend.parsers.tools.pythonic import PythonicCalls
+from kvmesh.frontend.parsers.tools.schema import named_schema, required_schema
+from kvmesh.frontend.parsers.tools.tagged import GlmCalls, QwenCoderCalls
+from kvmesh.protocol.parsers import tool_parser_name
 
 __all__ = [
     "TOOL_PARSERS",

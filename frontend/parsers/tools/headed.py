@@ -3,8 +3,8 @@
 import re
 from typing import ClassVar
 
-from frontend.parsers.tools.machine import CallMachine, State, is_name
-from frontend.parsers.tools.objects import JsonCalls
+from kvmesh.frontend.parsers.tools.machine import CallMachine, State, is_name
+from kvmesh.frontend.parsers.tools.objects import JsonCalls
 
 _COUNT = re.compile(r":[0-9]+$")
 

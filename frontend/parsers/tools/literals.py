@@ -2,7 +2,7 @@
 
 import re
 
-from frontend.parsers.text import MAX_JSON_DEPTH, is_json, quoted
+from kvmesh.frontend.parsers.text import MAX_JSON_DEPTH, is_json, quoted
 
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*")"""

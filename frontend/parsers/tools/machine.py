@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event
-from frontend.parsers.text import JsonScanner, marker_finder
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event
+from kvmesh.frontend.parsers.text import JsonScanner, marker_finder
 
 State = Callable[[], bool]  # reads on; False: it needs more text
 

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from frontend.parsers.events import Event, Tool
-from frontend.parsers.text import JsonScanner, encodable, is_json
-from frontend.parsers.tools.machine import MAX_NAME_CHARS, CallMachine, State, is_name
+from kvmesh.frontend.parsers.events import Event, Tool
+from kvmesh.frontend.parsers.text import JsonScanner, encodable, is_json
+from kvmesh.frontend.parsers.tools.machine import MAX_NAME_CHARS, CallMachine, State, is_name
 
 _ARGUMENTS = ("arguments", "parameters")
 _MAX_STRING_CHARS = 6 * MAX_NAME_CHARS + 2  # each character as \uXXXX, and the quotes

@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from frontend.parsers.events import Tool
-from frontend.parsers.text import quoted
-from frontend.parsers.tools.literals import json_of_literal
-from frontend.parsers.tools.machine import CallMachine, State
+from kvmesh.frontend.parsers.events import Tool
+from kvmesh.frontend.parsers.text import quoted
+from kvmesh.frontend.parsers.tools.literals import json_of_literal
+from kvmesh.frontend.parsers.tools.machine import CallMachine, State
 
 _KEYWORD_RUN = re.compile(r"\w*")
 _PLAIN_RUN = re.compile(r"""[^'"\[\](){},]*""")

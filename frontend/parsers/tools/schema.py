@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontend.parsers.events import Tool
-from frontend.parsers.text import is_json, quoted
-from frontend.parsers.tools.literals import json_of_literal
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.parsers.events import Tool
+from kvmesh.frontend.parsers.text import is_json, quoted
+from kvmesh.frontend.parsers.tools.literals import json_of_literal
+from kvmesh.protocol.errors import InvalidRequestError
 
 ANY_TYPE = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 TEXT = frozenset({"string"})

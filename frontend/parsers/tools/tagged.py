@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from frontend.parsers.events import Tool
-from frontend.parsers.text import escaped, marker_finder, quoted
-from frontend.parsers.tools.machine import CallMachine, State
-from frontend.parsers.tools.schema import TEXT, argument_types, typed
+from kvmesh.frontend.parsers.events import Tool
+from kvmesh.frontend.parsers.text import escaped, marker_finder, quoted
+from kvmesh.frontend.parsers.tools.machine import CallMachine, State
+from kvmesh.frontend.parsers.tools.schema import TEXT, argument_types, typed
 
 _KEY_RUN = re.compile(r"[^<>\n]*")
 

@@ -7,10 +7,10 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from mesh.http.server import listening
-from protocol.messages import Feature
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.mesh.http.server import listening
+from kvmesh.protocol.messages import Feature
 from tests.frontend import tiny
 from tests.frontend.anthropic.serving import TEMPLATE, Served, words
 from tests.support.generator import ScriptedGenerator

@@ -6,9 +6,9 @@ from typing import Any
 import aiohttp
 import anthropic
 
-from frontend.http import FrontendApi
-from frontend.models import ModelRegistry
-from protocol.messages import Delta, FinishReason, unpack_tokens
+from kvmesh.frontend.http import FrontendApi
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.protocol.messages import Delta, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.support.generator import ScriptedGenerator
 

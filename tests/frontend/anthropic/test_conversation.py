@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from frontend.anthropic.conversation import chat_messages, clear_thoughts, continues
-from frontend.anthropic.shapes import Message, OnlyText
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.anthropic.conversation import chat_messages, clear_thoughts, continues
+from kvmesh.frontend.anthropic.shapes import Message, OnlyText
+from kvmesh.protocol.errors import InvalidRequestError
 
 CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Köln"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "rain"}

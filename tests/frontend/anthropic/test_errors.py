@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from frontend.anthropic.errors import error_body
-from frontend.errors import UnknownModelError
-from mesh.http.errors import (
+from kvmesh.frontend.anthropic.errors import error_body
+from kvmesh.frontend.errors import UnknownModelError
+from kvmesh.mesh.http.errors import (
     BodyTooLargeError,
     HeadTooLargeError,
     MethodNotAllowedError,
@@ -14,7 +14,7 @@ from mesh.http.errors import (
     RequestTimeoutError,
     UnauthorizedError,
 )
-from protocol.errors import (
+from kvmesh.protocol.errors import (
     CancelledByPeerError,
     ContextLengthError,
     DeadlineExceededError,

@@ -12,8 +12,8 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent, ToolUseBlock
 from msgspec.structs import replace
 
-from frontend.generator import Trace
-from protocol.errors import (
+from kvmesh.frontend.generator import Trace
+from kvmesh.protocol.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineError,
@@ -22,7 +22,7 @@ from protocol.errors import (
     OverloadedError,
     PeerLostError,
 )
-from protocol.messages import Delta, FinishReason, unpack_tokens
+from kvmesh.protocol.messages import Delta, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.anthropic.serving import (
     ASKED,

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.anthropic.errors import ThreadsUnsupportedError
-from frontend.anthropic.parse import ParsedMessages, parse_count, parse_messages
-from frontend.anthropic.shapes import MessagesRequest
-from frontend.generator import Hints
-from frontend.request import ToolChoice
-from protocol.errors import InvalidRequestError
-from protocol.messages import GuideKind
+from kvmesh.frontend.anthropic.errors import ThreadsUnsupportedError
+from kvmesh.frontend.anthropic.parse import ParsedMessages, parse_count, parse_messages
+from kvmesh.frontend.anthropic.shapes import MessagesRequest
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.request import ToolChoice
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import GuideKind
 from tests.frontend.anthropic.serving import ASKED, WEATHER
 from tests.support.budget import examples
 

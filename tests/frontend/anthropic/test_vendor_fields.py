@@ -6,8 +6,8 @@ import anthropic.types
 import pydantic
 import pytest
 
-from protocol.errors import PeerLostError
-from protocol.messages import Delta, FinishReason
+from kvmesh.protocol.errors import PeerLostError
+from kvmesh.protocol.messages import Delta, FinishReason
 from tests.frontend.anthropic.serving import ASKED, WEATHER, Served, calling, ids, words
 from tests.frontend.vendor_fields import NEEDED, differences, facts
 

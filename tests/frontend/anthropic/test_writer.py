@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from frontend.anthropic.messages import MessagesDialect
-from frontend.job import prepare
-from frontend.models import Model, ModelRegistry
-from frontend.whole_answer import WholeAnswer
-from protocol.ids import RequestId
-from protocol.messages import Delta, FinishReason
+from kvmesh.frontend.anthropic.messages import MessagesDialect
+from kvmesh.frontend.job import prepare
+from kvmesh.frontend.models import Model, ModelRegistry
+from kvmesh.frontend.whole_answer import WholeAnswer
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Delta, FinishReason
 from tests.frontend import tiny
 from tests.frontend.anthropic.serving import ASKED, END, WEATHER, calling, ids, put_together, read_events
 from tests.support.budget import examples

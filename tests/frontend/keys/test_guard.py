@@ -6,14 +6,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from frontend.keys import guard as guarding
-from frontend.keys.caller import caller_of
-from frontend.keys.guard import ApiKeyGuard
-from frontend.keys.keyfile import MAX_KEYS, hashed, read_key_file
-from mesh.http.errors import UnauthorizedError
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import App, Route, listening
-from protocol.errors import ConfigError
+from kvmesh.frontend.keys import guard as guarding
+from kvmesh.frontend.keys.caller import caller_of
+from kvmesh.frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.keys.keyfile import MAX_KEYS, hashed, read_key_file
+from kvmesh.mesh.http.errors import UnauthorizedError
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import App, Route, listening
+from kvmesh.protocol.errors import ConfigError
 
 KEYS = """
 # people

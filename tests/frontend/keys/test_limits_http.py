@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from frontend.keys.guard import ApiKeyGuard
-from frontend.keys.keyfile import hashed
-from frontend.keys.meters import Meters
-from frontend.table import ENDPOINTS
-from protocol.ids import WorkerId
-from protocol.messages import Delta, Placed, Target
+from kvmesh.frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.keys.keyfile import hashed
+from kvmesh.frontend.keys.meters import Meters
+from kvmesh.frontend.table import ENDPOINTS
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Delta, Placed, Target
 from tests.frontend.serving import CHAT, TEXT, Served, able_card, ids, serving, words
 
 MESSAGES: dict[str, Any] = {"model": "tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "hi"}]}

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.keys.salts import own_salt, read_secret
-from protocol.errors import ConfigError
-from protocol.events import Stored
-from protocol.hashing import hash_seed, pack_hashes, sequence_hashes
-from protocol.ids import EngineHash, WorkerId
-from router.index import Holder, PlainIndex, PrefixIndex
+from kvmesh.frontend.keys.salts import own_salt, read_secret
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.hashing import hash_seed, pack_hashes, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, WorkerId
+from kvmesh.router.index import Holder, PlainIndex, PrefixIndex
 
 TENANTS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), max_size=12)
 ASKED = st.none() | st.text(max_size=40)

@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from frontend.keys.budget import KeyLimits
-from frontend.keys.errors import RateLimitedError
-from frontend.keys.meter import Visit
-from frontend.keys.meters import Meters
-from frontend.keys.sharing import LimitSharing
-from frontend.keys.window import SLOT_S, WINDOW_S
-from mesh.plane.client import PlaneClient
-from protocol.errors import MeshError, UnreachableError
-from protocol.messages import BudgetAsk, BudgetGrant, decode, encode
+from kvmesh.frontend.keys.budget import KeyLimits
+from kvmesh.frontend.keys.errors import RateLimitedError
+from kvmesh.frontend.keys.meter import Visit
+from kvmesh.frontend.keys.meters import Meters
+from kvmesh.frontend.keys.sharing import LimitSharing
+from kvmesh.frontend.keys.window import SLOT_S, WINDOW_S
+from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.protocol.errors import MeshError, UnreachableError
+from kvmesh.protocol.messages import BudgetAsk, BudgetGrant, decode, encode
 
 STEP_S = 0.05
 

@@ -17,15 +17,15 @@ jwt = pytest.importorskip("jwt")
 from cryptography.hazmat.primitives import serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa  # noqa: E402
 
-from frontend.keys.caller import KeyCaller, caller_of  # noqa: E402
-from frontend.keys.guard import Doorkeeper  # noqa: E402
-from frontend.keys.issuer import IssuerKeys  # noqa: E402
-from frontend.keys.jwks import read_jwks  # noqa: E402
-from frontend.keys.meters import Meters  # noqa: E402
-from frontend.keys.tokens import MAX_CACHED, TokenRules, TokenVerifier  # noqa: E402
-from mesh.http.errors import UnauthorizedError  # noqa: E402
-from mesh.http.request import Request  # noqa: E402
-from protocol.errors import ConfigError, OverloadedError  # noqa: E402
+from kvmesh.frontend.keys.caller import KeyCaller, caller_of  # noqa: E402
+from kvmesh.frontend.keys.guard import Doorkeeper  # noqa: E402
+from kvmesh.frontend.keys.issuer import IssuerKeys  # noqa: E402
+from kvmesh.frontend.keys.jwks import read_jwks  # noqa: E402
+from kvmesh.frontend.keys.meters import Meters  # noqa: E402
+from kvmesh.frontend.keys.tokens import MAX_CACHED, TokenRules, TokenVerifier  # noqa: E402
+from kvmesh.mesh.http.errors import UnauthorizedError  # noqa: E402
+from kvmesh.mesh.http.request import Request  # noqa: E402
+from kvmesh.protocol.errors import ConfigError, OverloadedError  # noqa: E402
 
 RULES = TokenRules("https://issuer.example", "mesh", leeway_s=30)
 RSA, EC = rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP256R1())

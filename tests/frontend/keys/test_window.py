@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.keys.window import SLOT_S, WINDOW_S, SlidingWindow, slot_of
+from kvmesh.frontend.keys.window import SLOT_S, WINDOW_S, SlidingWindow, slot_of
 
 STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 30), st.integers(0, 100)), max_size=60)
 

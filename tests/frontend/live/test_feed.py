@@ -9,15 +9,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from frontend.keys.guard import ApiKeyGuard
-from frontend.keys.keyfile import KeyLine, hashed, written
-from frontend.live.hub import MAX_VIEWERS, LiveHub
-from frontend.live.looking import distant_look
-from frontend.live.pages import BUILT, routes
-from frontend.live.picture import Picture
-from frontend.timeline import Timelines
-from mesh.http.server import App, Guard, listening
-from router.feeds import WorkerFeed
+from kvmesh.frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.frontend.live.hub import MAX_VIEWERS, LiveHub
+from kvmesh.frontend.live.looking import distant_look
+from kvmesh.frontend.live.pages import BUILT, routes
+from kvmesh.frontend.live.picture import Picture
+from kvmesh.frontend.timeline import Timelines
+from kvmesh.mesh.http.server import App, Guard, listening
+from kvmesh.router.feeds import WorkerFeed
 from tests.support.patience import PATIENCE_S
 
 

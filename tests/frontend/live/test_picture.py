@@ -3,8 +3,8 @@
 import msgspec
 from msgspec.structs import replace
 
-from frontend.live.fold import ShownMesh, read_message
-from frontend.live.picture import (
+from kvmesh.frontend.live.fold import ShownMesh, read_message
+from kvmesh.frontend.live.picture import (
     MAX_DECISIONS,
     MAX_EVENTS,
     MAX_STREAMS,
@@ -14,8 +14,8 @@ from frontend.live.picture import (
     Sighting,
     WorkerLook,
 )
-from protocol.ids import WorkerId
-from protocol.messages import Role
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Role
 from tests.frontend import tiny
 
 

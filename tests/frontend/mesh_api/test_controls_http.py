@@ -8,15 +8,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from frontend.crew import WorkerCrew
-from frontend.http import FrontendApi, HttpSettings
-from frontend.keys.guard import ApiKeyGuard
-from frontend.keys.keyfile import KeyLine, hashed, written
-from frontend.models import ModelRegistry
-from mesh.http.server import listening
-from protocol.errors import InvalidRequestError, UnreachableError
-from protocol.ids import WorkerId
-from protocol.messages import Control, ControlAction, ControlReply, Role, WorkerStatus
+from kvmesh.frontend.crew import WorkerCrew
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.mesh.http.server import listening
+from kvmesh.protocol.errors import InvalidRequestError, UnreachableError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Control, ControlAction, ControlReply, Role, WorkerStatus
 from tests.support.generator import ScriptedGenerator
 from tests.support.routing import card
 

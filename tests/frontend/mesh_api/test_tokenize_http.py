@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from frontend.mesh_api.tokenize import LONG_TOKENS
-from frontend.tokenizing.probes import HARD_TEXTS
-from protocol.ids import WorkerId
-from protocol.messages import unpack_tokens
+from kvmesh.frontend.mesh_api.tokenize import LONG_TOKENS
+from kvmesh.frontend.tokenizing.probes import HARD_TEXTS
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, CHAT, Served, able_card, ids, serving
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from protocol.errors import EngineError, OverloadedError
-from protocol.messages import Delta, FinishReason, unpack_tokens
+from kvmesh.protocol.errors import EngineError, OverloadedError
+from kvmesh.protocol.messages import Delta, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, CHAT, END, TEXT, Served, able_card, ids, scored, serving, words
 from tests.support.patience import PATIENCE_S

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from protocol.messages import Delta, Feature, FinishReason, TokenLogprob, pack_tokens
+from kvmesh.protocol.messages import Delta, Feature, FinishReason, TokenLogprob, pack_tokens
 from tests.frontend.serving import (
     BACKEND,
     END,

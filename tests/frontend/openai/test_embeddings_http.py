@@ -11,10 +11,10 @@ import openai
 import pytest
 from prometheus_client import REGISTRY
 
-from frontend.openai.embeddings import INPUTS_AT_ONCE, MAX_INPUTS
-from protocol.errors import EngineError, NoWorkerError, OverloadedError
-from protocol.ids import WorkerId
-from protocol.messages import Feature, unpack_tokens
+from kvmesh.frontend.openai.embeddings import INPUTS_AT_ONCE, MAX_INPUTS
+from kvmesh.protocol.errors import EngineError, NoWorkerError, OverloadedError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Feature, unpack_tokens
 from tests.frontend.serving import BACKEND, Served, able_card, ids, serving
 from tests.support.counted import counted_in
 from tests.support.generator import vector_of

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from frontend.bodies import MAX_NESTS
-from frontend.generator import Hints
-from frontend.openai.parameters import CHAT_DEFAULTS, parse_chat, parse_completion, parse_either
-from frontend.openai.shapes import ChatRequest, CompletionRequest
-from frontend.parameters import LEAST_TOP_P, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, is_deeper
-from frontend.request import ParsedRequest, ToolChoice
-from frontend.shapes import MAX_MESSAGES, MAX_TOOLS
-from protocol.errors import InvalidRequestError
-from protocol.messages import Guide, GuideKind
+from kvmesh.frontend.bodies import MAX_NESTS
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.openai.parameters import CHAT_DEFAULTS, parse_chat, parse_completion, parse_either
+from kvmesh.frontend.openai.shapes import ChatRequest, CompletionRequest
+from kvmesh.frontend.parameters import LEAST_TOP_P, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, is_deeper
+from kvmesh.frontend.request import ParsedRequest, ToolChoice
+from kvmesh.frontend.shapes import MAX_MESSAGES, MAX_TOOLS
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Guide, GuideKind
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": USER}

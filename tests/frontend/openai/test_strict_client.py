@@ -8,7 +8,7 @@ import pytest
 from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from protocol.messages import Delta, FinishReason
+from kvmesh.protocol.messages import Delta, FinishReason
 from tests.frontend.serving import CHAT, Served, ids, scored, words
 
 ASK: Any = CHAT["messages"]

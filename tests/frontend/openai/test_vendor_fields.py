@@ -11,8 +11,8 @@ import openai.types.completion_usage as usage
 import pydantic
 import pytest
 
-from protocol.errors import PeerLostError
-from protocol.messages import Delta, FinishReason
+from kvmesh.protocol.errors import PeerLostError
+from kvmesh.protocol.messages import Delta, FinishReason
 from tests.frontend.serving import CHAT, TEXT, Served, ids, scored, words
 from tests.frontend.vendor_fields import NEEDED, differences, facts
 

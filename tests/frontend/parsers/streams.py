@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from frontend.parsers.chain import merge
-from frontend.parsers.events import CallArguments, CallBegun, Event, Parser
+from kvmesh.frontend.parsers.chain import merge
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Event, Parser
 
 
 def run(parser: Parser, pieces: Sequence[str]) -> list[Event]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.parsers.chain import ChainedParser, merge
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.parsers.reasoning import REASONING_PARSERS
+from kvmesh.frontend.parsers.chain import ChainedParser, merge
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.frontend.parsers.reasoning import REASONING_PARSERS
 from tests.frontend.parsers.streams import call, cut, run, texts
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.parsers.harmony import HARMONY, MARKERS, MAX_HEADER_CHARS, is_harmony
-from frontend.parsers.reasoning import open_after, prompt_opens_thoughts
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.frontend.parsers.harmony import HARMONY, MARKERS, MAX_HEADER_CHARS, is_harmony
+from kvmesh.frontend.parsers.reasoning import open_after, prompt_opens_thoughts
 from tests.frontend.parsers.streams import call, cut, run, texts
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"

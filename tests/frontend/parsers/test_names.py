@@ -2,13 +2,13 @@
 
 import pytest
 
-from frontend.formats import answer_format
-from frontend.parsers import reasoning, tools
-from mesh.config import describe, load
-from protocol import parsers
-from protocol.errors import ConfigError
-from protocol.parsers import reasoning_parser_name, tool_parser_name
-from workers.config import WorkerConfig
+from kvmesh.frontend.formats import answer_format
+from kvmesh.frontend.parsers import reasoning, tools
+from kvmesh.mesh.config import describe, load
+from kvmesh.protocol import parsers
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.parsers import reasoning_parser_name, tool_parser_name
+from kvmesh.workers.config import WorkerConfig
 
 
 def test_frontends_have_a_parser_for_every_name() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.parsers.events import Content, Event, Reasoning
-from frontend.parsers.reasoning import (
+from kvmesh.frontend.parsers.events import Content, Event, Reasoning
+from kvmesh.frontend.parsers.reasoning import (
     REASONING_PARSERS,
     ReasoningFormat,
     guess_reasoning_format,
@@ -16,7 +16,7 @@ from frontend.parsers.reasoning import (
     prompt_opens_thoughts,
     reasoning_format,
 )
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 from tests.frontend.parsers.streams import cut, run, texts
 
 FORMATS = list(REASONING_PARSERS.values())

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from frontend.parsers.chain import ChainedParser, merge
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
-from frontend.parsers.harmony import HARMONY
-from frontend.parsers.reasoning import open_after, reasoning_format
-from frontend.parsers.tools import tool_format
+from kvmesh.frontend.parsers.chain import ChainedParser, merge
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
+from kvmesh.frontend.parsers.harmony import HARMONY
+from kvmesh.frontend.parsers.reasoning import open_after, reasoning_format
+from kvmesh.frontend.parsers.tools import tool_format
 from tests.frontend.parsers.streams import run
 
 TOOLS = (

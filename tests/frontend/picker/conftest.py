@@ -11,10 +11,10 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from frontend.picker.service import serve
-from mesh.discovery import Discovery, Registration, open_discovery
-from protocol.messages import Role, encode_card
-from router.config import RouterConfig
+from kvmesh.frontend.picker.service import serve
+from kvmesh.mesh.discovery import Discovery, Registration, open_discovery
+from kvmesh.protocol.messages import Role, encode_card
+from kvmesh.router.config import RouterConfig
 from tests.frontend import tiny
 from tests.support.gateway import Gateway, connected
 from tests.support.patience import PATIENCE_S

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend.picker.metrics import UNSEEN
-from protocol.messages import Role
-from router.local import LocalBooking
+from kvmesh.frontend.picker.metrics import UNSEEN
+from kvmesh.protocol.messages import Role
+from kvmesh.router.local import LocalBooking
 from tests.frontend.picker.conftest import RunningPicker, running
 from tests.support.gateway import BUFFERED, CHAT, CHAT_PATH, DUPLEX, NONE, Picked, body_said, head, heard, said
 from tests.support.patience import PATIENCE_S

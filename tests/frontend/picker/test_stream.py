@@ -2,11 +2,11 @@
 
 import pytest
 
-from frontend.picker.budget import BodyBudget
-from frontend.picker.stream import PART_BYTES, ExtProcStream
-from frontend.picker.wire import BodyMode, BodyPart, RequestHead, ResponseHead, Steering, Trailers, message_class
-from mesh.http.errors import BodyTooLargeError
-from protocol.errors import ConfigError, OverloadedError, WireError
+from kvmesh.frontend.picker.budget import BodyBudget
+from kvmesh.frontend.picker.stream import PART_BYTES, ExtProcStream
+from kvmesh.frontend.picker.wire import BodyMode, BodyPart, RequestHead, ResponseHead, Steering, Trailers, message_class
+from kvmesh.mesh.http.errors import BodyTooLargeError
+from kvmesh.protocol.errors import ConfigError, OverloadedError, WireError
 
 DUPLEX, BUFFERED, NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED, BodyMode.NONE
 STEERING = Steering("10.0.0.1:80", {})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend.picker.wire import (
+from kvmesh.frontend.picker.wire import (
     MAX_SUBSET,
     BodyMode,
     BodyPart,
@@ -24,7 +24,7 @@ from frontend.picker.wire import (
     trailers_answer,
     whole_body_answer,
 )
-from protocol.errors import WireError
+from kvmesh.protocol.errors import WireError
 from tests.support.gateway import head
 
 RECORDED = json.loads((Path(__file__).parent / "ext_proc.json").read_bytes())

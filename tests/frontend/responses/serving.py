@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from frontend.responses.state import KeptResponses
-from mesh.http.server import listening
-from protocol.messages import Delta, Feature, FinishReason, unpack_tokens
+from kvmesh.frontend.http import FrontendApi, HttpSettings
+from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.mesh.http.server import listening
+from kvmesh.protocol.messages import Delta, Feature, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.support.generator import ScriptedGenerator
 from tests.support.patience import PATIENCE_S

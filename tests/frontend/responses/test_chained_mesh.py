@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from tests.frontend.whole_mesh import MODEL, whole_mesh
 
 QUESTION = "Tell me a long story of a fox who lived in the woods and of all that he saw there in winter."

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from frontend.config import FrontendConfig
-from frontend.responses import directory_store
-from frontend.responses.directory_store import LEASE_S, STALE_S, DirectoryStore
-from frontend.responses.opening import check_setting, open_store
-from frontend.responses.retention import StoreLimits
-from frontend.responses.state import KeptResponses
-from frontend.responses.store import StorageError, StoredResponse
-from frontend.service import kept_responses
-from protocol.errors import ConfigError
-from protocol.messages import Delta
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.frontend.responses import directory_store
+from kvmesh.frontend.responses.directory_store import LEASE_S, STALE_S, DirectoryStore
+from kvmesh.frontend.responses.opening import check_setting, open_store
+from kvmesh.frontend.responses.retention import StoreLimits
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.frontend.responses.store import StorageError, StoredResponse
+from kvmesh.frontend.service import kept_responses
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Delta
 from tests.frontend.responses.serving import ASKED, ids, serving, words
 
 

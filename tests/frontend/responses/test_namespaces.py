@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from openai.types.responses import NamespaceToolParam
 
-from frontend.responses.parse import parse_responses
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.responses.parse import parse_responses
+from kvmesh.protocol.errors import InvalidRequestError
 from tests.frontend.responses.serving import ASKED, WEATHER, Served, put_together, words
 
 SPAWN = {"type": "function", "name": "spawn", "description": "Start an agent.", "parameters": {"type": "object"}}

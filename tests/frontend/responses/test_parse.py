@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from frontend.generator import Hints
-from frontend.request import ToolChoice
-from frontend.responses.parse import ParsedResponses, parse_responses
-from frontend.responses.shapes import ResponsesRequest
-from protocol.errors import InvalidRequestError
-from protocol.messages import GuideKind
+from kvmesh.frontend.generator import Hints
+from kvmesh.frontend.request import ToolChoice
+from kvmesh.frontend.responses.parse import ParsedResponses, parse_responses
+from kvmesh.frontend.responses.shapes import ResponsesRequest
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import GuideKind
 from tests.frontend.responses.serving import WEATHER
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hi"}

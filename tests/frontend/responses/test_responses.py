@@ -9,9 +9,9 @@ import pydantic
 import pytest
 from msgspec.structs import replace
 
-from frontend.generator import Hints, Trace
-from protocol.errors import DeadlineExceededError, EngineError, MeshError, OverloadedError, PeerLostError
-from protocol.messages import Delta, FinishReason, GuideKind, TokenLogprob, unpack_tokens
+from kvmesh.frontend.generator import Hints, Trace
+from kvmesh.protocol.errors import DeadlineExceededError, EngineError, MeshError, OverloadedError, PeerLostError
+from kvmesh.protocol.messages import Delta, FinishReason, GuideKind, TokenLogprob, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.responses.serving import (
     ASKED,

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.responses.retention import KeptEntry, Retention, StoreLimits
+from kvmesh.frontend.responses.retention import KeptEntry, Retention, StoreLimits
 from tests.support.budget import examples
 
 LIMITS = StoreLimits(max_count=4, max_bytes=100, ttl_s=10)

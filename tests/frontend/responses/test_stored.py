@@ -11,15 +11,15 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from frontend.keys.guard import ApiKeyGuard
-from frontend.responses import state
-from frontend.responses.directory_store import DirectoryStore
-from frontend.responses.memory_store import MemoryStore
-from frontend.responses.retention import StoreLimits
-from frontend.responses.state import KeptResponses
-from frontend.responses.store import StoredResponse
-from protocol.errors import PeerLostError
-from protocol.messages import Delta
+from kvmesh.frontend.keys.guard import ApiKeyGuard
+from kvmesh.frontend.responses import state
+from kvmesh.frontend.responses.directory_store import DirectoryStore
+from kvmesh.frontend.responses.memory_store import MemoryStore
+from kvmesh.frontend.responses.retention import StoreLimits
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.frontend.responses.store import StoredResponse
+from kvmesh.protocol.errors import PeerLostError
+from kvmesh.protocol.messages import Delta
 from tests.frontend.responses.serving import ASKED, WEATHER, Served, calling, checked, ids, serving, words
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
@@ -294,7 +294,7 @@ async def test_references_are_bounded(storing: Served, monkeypatch: pytest.Monke
     many = [{"type": "item_reference", "id": f"msg_{n}_0"} for n in range(1025)]
     status, error = await refused(storing, *many)
     assert (status, error["param"], "1025" in error["message"]) == (400, "input", True)
-    monkeypatch.setattr("frontend.responses.state.MAX_REFERENCED_BYTES", 10)
+    monkeypatch.setattr("kvmesh.frontend.responses.state.MAX_REFERENCED_BYTES", 10)
     status, error = await refused(storing, reference(item))
     assert (status, error["param"], "previous_response_id" in error["message"]) == (400, "input", True)
 

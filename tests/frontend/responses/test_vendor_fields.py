@@ -12,11 +12,11 @@ import pydantic
 import pytest
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 
-from frontend.responses.memory_store import MemoryStore
-from frontend.responses.retention import StoreLimits
-from frontend.responses.state import KeptResponses
-from protocol.errors import PeerLostError
-from protocol.messages import Delta, FinishReason
+from kvmesh.frontend.responses.memory_store import MemoryStore
+from kvmesh.frontend.responses.retention import StoreLimits
+from kvmesh.frontend.responses.state import KeptResponses
+from kvmesh.protocol.errors import PeerLostError
+from kvmesh.protocol.messages import Delta, FinishReason
 from tests.frontend.responses.serving import ASKED, WEATHER, Served, calling, ids, serving, words
 from tests.frontend.vendor_fields import NEEDED, differences, facts
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from frontend.answer import Part, PlacedLogprob
-from frontend.job import Job, prepare
-from frontend.models import Model, ModelRegistry
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.responses.dialect import ResponsesDialect
-from frontend.whole_answer import WholeAnswer
-from protocol.errors import EngineError
-from protocol.ids import RequestId
-from protocol.messages import Delta, FinishReason, TokenLogprob
+from kvmesh.frontend.answer import Part, PlacedLogprob
+from kvmesh.frontend.job import Job, prepare
+from kvmesh.frontend.models import Model, ModelRegistry
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from kvmesh.frontend.responses.dialect import ResponsesDialect
+from kvmesh.frontend.whole_answer import WholeAnswer
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import Delta, FinishReason, TokenLogprob
 from tests.frontend import tiny
 from tests.frontend.responses.serving import ASKED, WEATHER, calling, checked, ids, put_together, read_events
 from tests.support.budget import examples

@@ -5,10 +5,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from frontend.keys.keyfile import read_key_file, written
-from mesh.identity.credentials import CA, CERT, KEY, Credentials
-from mesh.identity.names import MeshRole, identity_of_uri
-from protocol.errors import ConfigError, IdentityError
+from kvmesh.frontend.keys.keyfile import read_key_file, written
+from kvmesh.mesh.identity.credentials import CA, CERT, KEY, Credentials
+from kvmesh.mesh.identity.names import MeshRole, identity_of_uri
+from kvmesh.protocol.errors import ConfigError, IdentityError
 from tests.fuzz.surfaces.short import must_be_short
 from tests.support.certificates import TestCa
 

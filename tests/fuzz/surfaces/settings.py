@@ -6,15 +6,15 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from frontend.config import FrontendConfig
-from mesh.config import load
-from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Guide, GuideKind
-from router.config import RouterConfig
+from kvmesh.frontend.config import FrontendConfig
+from kvmesh.mesh.config import load
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.protocol.messages import Guide, GuideKind
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.guides import Guides, Matcher, open_guides
+from kvmesh.workers.schemas import SchemaFault, held_text
 from tests.fuzz.surfaces.short import must_be_short
-from workers.config import WorkerConfig
-from workers.guides import Guides, Matcher, open_guides
-from workers.schemas import SchemaFault, held_text
 
 SERVICES = (WorkerConfig, FrontendConfig, RouterConfig)
 CHECKPOINT = Path(__file__).parents[3] / "cluster" / "tiny_model" / "checkpoint"

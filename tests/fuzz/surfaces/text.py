@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 
-from frontend.parsers.allowed import AllowedCalls
-from frontend.parsers.chain import ChainedParser, merge
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
-from frontend.parsers.harmony import HARMONY
-from frontend.parsers.reasoning import REASONING_PARSERS
-from frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
-from frontend.templates import ChatTemplate
-from protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.frontend.parsers.allowed import AllowedCalls
+from kvmesh.frontend.parsers.chain import ChainedParser, merge
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
+from kvmesh.frontend.parsers.harmony import HARMONY
+from kvmesh.frontend.parsers.reasoning import REASONING_PARSERS
+from kvmesh.frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
+from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 
 TOOLS = [
     Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {}}}),

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from frontend.anthropic.shapes import MessagesRequest
-from frontend.openai.shapes import ChatRequest, CompletionRequest
-from frontend.responses.shapes import ResponsesRequest
-from mesh.http.request import Reply, Request, json_reply, utf8_text
-from mesh.http.server import App, HttpLimits, Route, Server
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.anthropic.shapes import MessagesRequest
+from kvmesh.frontend.openai.shapes import ChatRequest, CompletionRequest
+from kvmesh.frontend.responses.shapes import ResponsesRequest
+from kvmesh.mesh.http.request import Reply, Request, json_reply, utf8_text
+from kvmesh.mesh.http.server import App, HttpLimits, Route, Server
+from kvmesh.protocol.errors import InvalidRequestError
 from tests.fuzz.surfaces.short import must_be_short
 from tests.mesh.http.raw import MemoryTransport, read_replies
 
@@ -41,7 +41,7 @@ def _site() -> tuple[asyncio.AbstractEventLoop, App, _Errors]:
         return json_reply([request.method, request.path, request.query, request.body.decode("latin-1")])
 
     errors = _Errors()
-    log = logging.getLogger("mesh.http")
+    log = logging.getLogger("kvmesh.mesh.http")
     log.propagate = False
     log.setLevel(logging.DEBUG)
     log.addHandler(errors)

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from frontend.lane import PlainTokenLane, TokenLane
-from kvevents.formats import batch_ts, decode_payload, encode_payload
-from mesh.plane import frames
-from protocol import messages
-from protocol.card_checks import problem_of
-from protocol.errors import WireError
-from protocol.hashing import pack_hashes
-from protocol.ids import WorkerId
-from router import index as index_module
-from router.index import Holder, PlainIndex
+from kvmesh.frontend.lane import PlainTokenLane, TokenLane
+from kvmesh.kvevents.formats import batch_ts, decode_payload, encode_payload
+from kvmesh.mesh.plane import frames
+from kvmesh.protocol import messages
+from kvmesh.protocol.card_checks import problem_of
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.hashing import pack_hashes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.router import index as index_module
+from kvmesh.router.index import Holder, PlainIndex
 
 KINDS = [
     kind

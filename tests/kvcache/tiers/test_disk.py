@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.tiers.disk import DiskStore
-from kvcache.tiers.folder import own_folder
-from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.restore import restore
-from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
-from protocol.tiers import Tier
+from kvmesh.kvcache.tiers.disk import DiskStore
+from kvmesh.kvcache.tiers.folder import own_folder
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.kvcache.tiers.restore import restore
+from kvmesh.kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
+from kvmesh.protocol.tiers import Tier
 from tests.support.disk import (
     BLOCK,
     BLOCK_BYTES,
@@ -308,7 +308,7 @@ def test_a_slow_scan_loses_blocks_and_serves_the_rest(tmp_path: Path) -> None:
 
 
 def test_a_smaller_tier_gives_its_last_segments_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.tiers.disk.SEGMENT_BYTES", 4 * (form().header_bytes + form().payload_bytes))
+    monkeypatch.setattr("kvmesh.kvcache.tiers.disk.SEGMENT_BYTES", 4 * (form().header_bytes + form().payload_bytes))
     store = open_store(tmp_path, max_blocks=12)
     put(store, [chain(number, 1)[0] for number in range(12)])
     assert len(list((tmp_path / "0").glob("segment-*"))) == 3
@@ -323,7 +323,7 @@ def test_a_smaller_tier_gives_its_last_segments_back(tmp_path: Path, monkeypatch
 
 def test_blocks_of_many_runs_come_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is read while the one before is taken: a load that ends early leaves nothing to the next."""
-    monkeypatch.setattr("kvcache.tiers.disk.RUN_BYTES", 3 * form().payload_bytes)
+    monkeypatch.setattr("kvmesh.kvcache.tiers.disk.RUN_BYTES", 3 * form().payload_bytes)
     store = open_store(tmp_path)
     blocks = chain(1, 40)
     put(store, blocks)
@@ -352,7 +352,7 @@ def test_blocks_of_many_runs_come_whole_and_in_order(tmp_path: Path, monkeypatch
 
 def test_a_load_does_not_wait_for_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes none of the runs that are written, and no more may be on their way."""
-    monkeypatch.setattr("kvcache.tiers.disk.RUN_BYTES", 3 * form().payload_bytes)
+    monkeypatch.setattr("kvmesh.kvcache.tiers.disk.RUN_BYTES", 3 * form().payload_bytes)
     io = SlowWrites()
     store = open_store(tmp_path, io=io)
     kept, written = chain(1, 20), chain(2, 30)
@@ -372,7 +372,7 @@ def test_a_load_does_not_wait_for_writes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_runs_beside_one_that_fails_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.tiers.disk.RUN_BYTES", 2 * form().payload_bytes)
+    monkeypatch.setattr("kvmesh.kvcache.tiers.disk.RUN_BYTES", 2 * form().payload_bytes)
     io = FailingIo()
     store = open_store(tmp_path, io=io)
     blocks = chain(1, 10)

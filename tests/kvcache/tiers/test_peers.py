@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.peers import FRESH_S, OFFERED_SHARE, PeerPrefixes
-from kvcache.tiers.rates import TRIED_BLOCKS, TRY_EVERY
-from kvcache.tiers.stack import Prefix
-from protocol.hashing import hash_seed, sequence_hashes
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.peers import FRESH_S, OFFERED_SHARE, PeerPrefixes
+from kvmesh.kvcache.tiers.rates import TRIED_BLOCKS, TRY_EVERY
+from kvmesh.kvcache.tiers.stack import Prefix
+from kvmesh.protocol.hashing import hash_seed, sequence_hashes
 
 BLOCK, BLOCK_BYTES = 2, 1000
 PROMPT = list(range(100, 120))  # 10 blocks

@@ -2,7 +2,15 @@
 
 import pytest
 
-from kvcache.tiers.rates import TRIED_BLOCKS, TRY_EVERY, ComputeRate, LiveLine, TierRates, blocks_to_load, tried_anyway
+from kvmesh.kvcache.tiers.rates import (
+    TRIED_BLOCKS,
+    TRY_EVERY,
+    ComputeRate,
+    LiveLine,
+    TierRates,
+    blocks_to_load,
+    tried_anyway,
+)
 
 MB = 1_000_000
 

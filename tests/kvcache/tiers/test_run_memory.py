@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from kvcache.tiers.run_memory import HUGE_BYTES, RunMemories, whole_pages
-from kvcache.tiers.slots import PAGE_BYTES
+from kvmesh.kvcache.tiers.run_memory import HUGE_BYTES, RunMemories, whole_pages
+from kvmesh.kvcache.tiers.slots import PAGE_BYTES
 
 PAGES = 3 * PAGE_BYTES
 

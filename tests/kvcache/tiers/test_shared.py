@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.tiers.bundle import chains
-from kvcache.tiers.collect import GRACE_S, LEASE_S, SharedLimits, lease_to_write, to_collect
-from kvcache.tiers.objects import StoredObject
-from kvcache.tiers.store import TierCorruptError, TierError, TierIoError
+from kvmesh.kvcache.tiers.bundle import chains
+from kvmesh.kvcache.tiers.collect import GRACE_S, LEASE_S, SharedLimits, lease_to_write, to_collect
+from kvmesh.kvcache.tiers.objects import StoredObject
+from kvmesh.kvcache.tiers.store import TierCorruptError, TierError, TierIoError
 from tests.support.disk import BLOCK_BYTES, chain, payload_of, put, read
 from tests.support.shared import LIMITS, Member, objects_in
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.reuse import Reuse
-from kvcache.tiers.stack import BlockSave, HitWindow, Offload, PlannedLoad, Prefix, TierLevel, TierStack
-from protocol.hashing import sequence_hashes
-from protocol.ids import SequenceHash
-from protocol.tiers import Tier
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.reuse import Reuse
+from kvmesh.kvcache.tiers.stack import BlockSave, HitWindow, Offload, PlannedLoad, Prefix, TierLevel, TierStack
+from kvmesh.protocol.hashing import sequence_hashes
+from kvmesh.protocol.ids import SequenceHash
+from kvmesh.protocol.tiers import Tier
 
 BLOCK = 2
 

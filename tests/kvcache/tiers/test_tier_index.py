@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcache.tiers.index import TierBlock, TierIndex
-from protocol.events import Digest
-from protocol.hashing import block_hashes, extend_chain
-from protocol.ids import SequenceHash, WorkerId
-from protocol.tiers import Tier
-from router.index import Holder, PlainIndex
+from kvmesh.kvcache.tiers.index import TierBlock, TierIndex
+from kvmesh.protocol.events import Digest
+from kvmesh.protocol.hashing import block_hashes, extend_chain
+from kvmesh.protocol.ids import SequenceHash, WorkerId
+from kvmesh.protocol.tiers import Tier
+from kvmesh.router.index import Holder, PlainIndex
 from tests.support.budget import examples
 
 BLOCK = 2

@@ -1,15 +1,15 @@
 """Slow tiers get what was asked for twice, and tiers that keep failing are left alone."""
 
-from kvcache.pool import BlockPool
-from kvcache.tiers.health import MOST_FAILURES, TierHealth
-from kvcache.tiers.index import TierIndex
-from kvcache.tiers.rates import TierRates
-from kvcache.tiers.stack import BlockSave, Prefix, TierLevel, TierStack
-from kvcache.tiers.twice import UsedTwice
-from protocol.events import Removed
-from protocol.hashing import hash_seed, sequence_hashes
-from protocol.ids import SequenceHash
-from protocol.tiers import Tier
+from kvmesh.kvcache.pool import BlockPool
+from kvmesh.kvcache.tiers.health import MOST_FAILURES, TierHealth
+from kvmesh.kvcache.tiers.index import TierIndex
+from kvmesh.kvcache.tiers.rates import TierRates
+from kvmesh.kvcache.tiers.stack import BlockSave, Prefix, TierLevel, TierStack
+from kvmesh.kvcache.tiers.twice import UsedTwice
+from kvmesh.protocol.events import Removed
+from kvmesh.protocol.hashing import hash_seed, sequence_hashes
+from kvmesh.protocol.ids import SequenceHash
+from kvmesh.protocol.tiers import Tier
 
 BLOCK = 2
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvmesh.batch import command
-from kvmesh.batch.command import BatchConfig, run_batch
-from kvmesh.batch.lines import check_input
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import App, HttpLimits, Route, listening
-from protocol.errors import ConfigError, UnreachableError
+from kvmesh.commands.batch import command
+from kvmesh.commands.batch.command import BatchConfig, run_batch
+from kvmesh.commands.batch.lines import check_input
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import App, HttpLimits, Route, listening
+from kvmesh.protocol.errors import ConfigError, UnreachableError
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 

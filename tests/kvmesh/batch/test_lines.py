@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.batch import lines
-from kvmesh.batch.lines import check_input, open_input, read_request, request_at
-from protocol.errors import ConfigError
+from kvmesh.commands.batch import lines
+from kvmesh.commands.batch.lines import check_input, open_input, read_request, request_at
+from kvmesh.protocol.errors import ConfigError
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 

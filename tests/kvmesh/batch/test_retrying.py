@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvmesh.batch.retrying import (
+from kvmesh.commands.batch.retrying import (
     BUSY_TRIES,
     FAILED_TRIES,
     LONGEST_WAIT_S,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from typing import Any, NamedTuple, NoReturn, cast
 
-from mesh.http.request import Reply, ReplyStream, Request, json_reply
-from mesh.http.server import App, HttpLimits, Route, Server
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request, json_reply
+from kvmesh.mesh.http.server import App, HttpLimits, Route, Server
 from tests.support.patience import PATIENCE_S
 
 HOST = b"Host: x\r\n"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from mesh.http.request import Reply, Request
-from mesh.http.server import App, Route, listening
+from kvmesh.mesh.http.request import Reply, Request
+from kvmesh.mesh.http.server import App, Route, listening
 
 CLIENTS = 300
 MOST_TURNS = 40  # uvloop alone takes one turn per client

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from mesh.http import browsers
-from mesh.http.browsers import BrowserPolicy, own_names
-from mesh.http.cors import Cors, read_origins
-from mesh.http.errors import ForbiddenError, UnauthorizedError, UnsupportedTypeError
-from mesh.http.request import Request
-from mesh.http.server import App, listening
-from mesh.telemetry import serve_metrics
-from protocol.errors import ConfigError
+from kvmesh.mesh.http import browsers
+from kvmesh.mesh.http.browsers import BrowserPolicy, own_names
+from kvmesh.mesh.http.cors import Cors, read_origins
+from kvmesh.mesh.http.errors import ForbiddenError, UnauthorizedError, UnsupportedTypeError
+from kvmesh.mesh.http.request import Request
+from kvmesh.mesh.http.server import App, listening
+from kvmesh.mesh.telemetry import serve_metrics
+from kvmesh.protocol.errors import ConfigError
 from tests.mesh.http.raw import Got, Handlers, Site, read_replies
 
 PAGE = "https://app.example"

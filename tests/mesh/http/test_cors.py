@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from mesh.http.cors import Cors, read_origins
-from mesh.http.errors import UnauthorizedError
-from mesh.http.request import Reply, Request
-from mesh.http.server import HttpLimits, Route
-from protocol.errors import ConfigError, OverloadedError
+from kvmesh.mesh.http.cors import Cors, read_origins
+from kvmesh.mesh.http.errors import UnauthorizedError
+from kvmesh.mesh.http.request import Reply, Request
+from kvmesh.mesh.http.server import HttpLimits, Route
+from kvmesh.protocol.errors import ConfigError, OverloadedError
 from tests.mesh.http.raw import CLOSE, Got, get, post, serving
 from tests.support.patience import PATIENCE_S
 

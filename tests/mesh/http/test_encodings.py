@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.http.encodings import MOST_MEMBERS, SLICE_OUT_BYTES, decoded, read_encodings
-from mesh.http.errors import BodyTooLargeError, UnsupportedEncodingError
-from mesh.http.request import Request, json_reply, utf8_text
-from mesh.http.server import App, HttpLimits, Route, listening
-from protocol.errors import InvalidRequestError
+from kvmesh.mesh.http.encodings import MOST_MEMBERS, SLICE_OUT_BYTES, decoded, read_encodings
+from kvmesh.mesh.http.errors import BodyTooLargeError, UnsupportedEncodingError
+from kvmesh.mesh.http.request import Request, json_reply, utf8_text
+from kvmesh.mesh.http.server import App, HttpLimits, Route, listening
+from kvmesh.protocol.errors import InvalidRequestError
 from tests.mesh.http.raw import CLOSE, Site, get, post, read_replies, serving
 from tests.support.patience import PATIENCE_S
 

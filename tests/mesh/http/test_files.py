@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mesh.http.files import make_room_for_files
+from kvmesh.mesh.http.files import make_room_for_files
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mesh.http.half_close import AT_ONCE_S, has_hung_up
-from mesh.http.request import ReplyStream, Request
-from mesh.http.server import App, Route, listening, listening_unix
+from kvmesh.mesh.http.half_close import AT_ONCE_S, has_hung_up
+from kvmesh.mesh.http.request import ReplyStream, Request
+from kvmesh.mesh.http.server import App, Route, listening, listening_unix
 from tests.mesh.http.raw import Site, chunked, get, post, read_replies, serving
 from tests.support.patience import PATIENCE_S
 
@@ -120,7 +120,7 @@ async def test_a_half_closing_client_of_a_unix_socket_gets_its_answer(tmp_path: 
 async def test_a_client_that_closes_at_once_is_noticed_by_a_probe(
     site: Site, monkeypatch: pytest.MonkeyPatch, request_: bytes
 ) -> None:
-    monkeypatch.setattr("mesh.http.connection.PROBE_AFTER_S", 0.2)
+    monkeypatch.setattr("kvmesh.mesh.http.connection.PROBE_AFTER_S", 0.2)
     _, writer = await site.open(request_)
     sent = time.monotonic()
     writer.close()

@@ -12,11 +12,18 @@ from typing import Any
 
 import pytest
 
-from mesh.http import server as server_module
-from mesh.http.connection import KEEPALIVE, MAX_AHEAD_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, WRITE_BUFFER_BYTES, Connection
-from mesh.http.half_close import AT_ONCE_S
-from mesh.http.request import Reply, Request
-from mesh.http.server import SPARE_FILES, App, HttpLimits, Route, listening
+from kvmesh.mesh.http import server as server_module
+from kvmesh.mesh.http.connection import (
+    KEEPALIVE,
+    MAX_AHEAD_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    WRITE_BUFFER_BYTES,
+    Connection,
+)
+from kvmesh.mesh.http.half_close import AT_ONCE_S
+from kvmesh.mesh.http.request import Reply, Request
+from kvmesh.mesh.http.server import SPARE_FILES, App, HttpLimits, Route, listening
 from tests.mesh.http.raw import (
     CLOSE,
     HOST,

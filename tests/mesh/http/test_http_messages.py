@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mesh.http import connection
-from mesh.http.connection import MOST_KNOWN_HOSTS, SLICE_BYTES
-from mesh.http.request import Reply, ReplyStream, Request
-from mesh.http.server import App, Route, listening, log_line
-from protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from kvmesh.mesh.http import connection
+from kvmesh.mesh.http.connection import MOST_KNOWN_HOSTS, SLICE_BYTES
+from kvmesh.mesh.http.request import Reply, ReplyStream, Request
+from kvmesh.mesh.http.server import App, Route, listening, log_line
+from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedError
 from tests.mesh.http.raw import CLOSE, HOST, Site, chunked, get, post, read_replies, serving
 from tests.support.patience import PATIENCE_S
 
@@ -547,14 +547,14 @@ async def test_every_reply_is_told_with_its_route() -> None:
 
 
 async def test_the_access_log_has_a_line_for_every_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mesh.http.access")
+    caplog.set_level(logging.INFO, "kvmesh.mesh.http.access")
     async with serving(access_log=log_line) as site:
         await site.talk(get("/echo?key=secret") + get("/stream") + b"garbage")
         reader, writer = await site.open(post("/wait", b""))
         await site.handlers.began.wait()
         writer.close()
         await site.until_clean()
-    records = [vars(record) for record in caplog.records if record.name == "mesh.http.access"]
+    records = [vars(record) for record in caplog.records if record.name == "kvmesh.mesh.http.access"]
     told = [tuple(record.get(name) for name in ("method", "path", "status")) for record in records]
     assert sorted(told, key=str) == [
         ("GET", "/echo", 200), ("GET", "/stream", 200), ("POST", "/wait", 499), (None, None, 400),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.http.server import App, HttpLimits, Server
+from kvmesh.mesh.http.server import App, HttpLimits, Server
 from tests.mesh.http.raw import CLOSE, Handlers, MemoryTransport, Site, chunked, get, post, read_replies, serving
 from tests.support.budget import examples
 

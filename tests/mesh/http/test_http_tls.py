@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.http import server
-from mesh.http.server import App, HttpLimits, listening
+from kvmesh.mesh.http import server
+from kvmesh.mesh.http.server import App, HttpLimits, listening
 from tests.mesh.http.raw import CLOSE, Site, get, post, read_replies, serving
 from tests.support.patience import PATIENCE_S
 from tests.support.recovery import RECOVERED_S

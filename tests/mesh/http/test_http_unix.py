@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from mesh.http.request import Reply, Request, json_reply
-from mesh.http.server import App, Route, listening_unix
-from protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.mesh.http.request import Reply, Request, json_reply
+from kvmesh.mesh.http.server import App, Route, listening_unix
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 from tests.mesh.http.raw import CLOSE, Got, get, post, read_replies
 from tests.support.patience import PATIENCE_S
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from mesh.http import server as server_module
-from mesh.http.server import App, Leaving, listening
+from kvmesh.mesh.http import server as server_module
+from kvmesh.mesh.http.server import App, Leaving, listening
 from tests.mesh.http.raw import CLOSE, Handlers, get, post, read_replies
 from tests.support.patience import PATIENCE_S
 

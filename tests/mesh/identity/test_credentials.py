@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.certs import main as certs
-from mesh.identity import issuing
-from mesh.identity.credentials import CA, CERT, KEY, Credentials, member_of, open_credentials
-from mesh.identity.names import Identity, MeshRole
-from mesh.watched_files import LOOK_S
-from protocol.errors import ConfigError, ExpiredError, IdentityError
+from kvmesh.commands.certs import main as certs
+from kvmesh.mesh.identity import issuing
+from kvmesh.mesh.identity.credentials import CA, CERT, KEY, Credentials, member_of, open_credentials
+from kvmesh.mesh.identity.names import Identity, MeshRole
+from kvmesh.mesh.watched_files import LOOK_S
+from kvmesh.protocol.errors import ConfigError, ExpiredError, IdentityError
 from tests.support.certificates import TestCa
 
 WORKER, FRONTEND, ROUTER = MeshRole.WORKER, MeshRole.FRONTEND, MeshRole.ROUTER

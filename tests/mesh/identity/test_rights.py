@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh.identity.names import Identity, MeshRole, identity_of, identity_of_uri
-from mesh.identity.rights import METHODS, ROUTES, check_peer, may_call, may_publish, may_request, refusal
-from protocol.errors import IdentityError, UnreachableError
+from kvmesh.mesh.identity.names import Identity, MeshRole, identity_of, identity_of_uri
+from kvmesh.mesh.identity.rights import METHODS, ROUTES, check_peer, may_call, may_publish, may_request, refusal
+from kvmesh.protocol.errors import IdentityError, UnreachableError
 
 ROOT = Path(__file__).parents[3]
 DECODE = Identity("prod", MeshRole.WORKER, "decode")

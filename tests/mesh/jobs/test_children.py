@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
-from mesh.jobs.frames import Setup
-from protocol.errors import EngineError
+from kvmesh.mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
+from kvmesh.mesh.jobs.frames import Setup
+from kvmesh.protocol.errors import EngineError
 
 HANDLERS = "tests.mesh.jobs.handlers:prepare"
 LIMIT_S = 0.2
 # In a process of its own, because it waits for any child. The second signal arrives as the first call has reaped.
 TWO_SIGNALS_AT_ONCE = """
 import os, signal, socket
-from mesh.jobs import zygote
-from mesh.jobs.frames import Setup
+from kvmesh.mesh.jobs import zygote
+from kvmesh.mesh.jobs.frames import Setup
 
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 forks = zygote._Forks(theirs, Setup("", b"", 0, 0), lambda: bytes)
@@ -123,8 +123,8 @@ async def test_what_cannot_be_prepared_says_why() -> None:
 async def test_the_children_of_a_killed_process_end_with_it() -> None:
     script = (
         "import asyncio\n"
-        "from mesh.jobs.children import Children\n"
-        "from mesh.jobs.frames import Setup\n"
+        "from kvmesh.mesh.jobs.children import Children\n"
+        "from kvmesh.mesh.jobs.frames import Setup\n"
         "async def main():\n"
         f"    child = await Children(Setup({HANDLERS!r}, b'', 64 << 20, 16 << 20)).open(60)\n"
         "    print(child.pid, (await child.send(b'pid')).decode(), flush=True)\n"

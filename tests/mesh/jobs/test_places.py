@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mesh.jobs.places import Places
+from kvmesh.mesh.jobs.places import Places
 
 
 async def turn() -> None:

@@ -15,9 +15,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
 from tokenizers import Tokenizer
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvevents.formats import decode_payload, encode_payload
-from protocol.errors import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.kvevents.formats import decode_payload, encode_payload
+from kvmesh.protocol.errors import (
     ConfigError,
     ContextLengthError,
     DrainingError,
@@ -27,10 +27,10 @@ from protocol.errors import (
     PeerLostError,
     UnreachableError,
 )
-from protocol.events import Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term, hash_seed, sequence_hashes
-from protocol.ids import RequestId, WorkerId, new_worker_id
-from protocol.messages import (
+from kvmesh.protocol.events import Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term, hash_seed, sequence_hashes
+from kvmesh.protocol.ids import RequestId, WorkerId, new_worker_id
+from kvmesh.protocol.messages import (
     Delta,
     EmbedRequest,
     Feature,
@@ -42,6 +42,12 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.attached import asking
+from kvmesh.workers.engines.attached.engine import AttachedEngine
+from kvmesh.workers.engines.attached.metrics import ServerMetrics
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.membership import make_card
 from tests.support.fake_servers import (
     BLOCK,
     CONTEXT,
@@ -56,12 +62,6 @@ from tests.support.fake_servers import (
     vector_of,
 )
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
-from workers.engines.attached import asking
-from workers.engines.attached.engine import AttachedEngine
-from workers.engines.attached.metrics import ServerMetrics
-from workers.engines.opening import open_engine
-from workers.membership import make_card
 
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
 POLL_S = 0.02

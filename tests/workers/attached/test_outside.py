@@ -1,8 +1,8 @@
 """The load of a server's other callers, from its metrics and the worker's own count."""
 
-from workers.engine import EngineReport
-from workers.engines.attached.outside import STANDS_STILL_LOOKS, OutsideCallers
-from workers.engines.attached.server import ServerLoad
+from kvmesh.workers.engine import EngineReport
+from kvmesh.workers.engines.attached.outside import STANDS_STILL_LOOKS, OutsideCallers
+from kvmesh.workers.engines.attached.server import ServerLoad
 
 BLOCKS = 100
 

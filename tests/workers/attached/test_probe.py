@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError, WireError
-from workers.engines.attached.kinds import LLAMACPP, OPENAI, SGLANG, TRTLLM, kind_of
-from workers.engines.attached.kinds import VLLM as VLLM_KIND
-from workers.engines.attached.probe import (
+from kvmesh.protocol.errors import ConfigError, WireError
+from kvmesh.workers.engines.attached.kinds import LLAMACPP, OPENAI, SGLANG, TRTLLM, kind_of
+from kvmesh.workers.engines.attached.kinds import VLLM as VLLM_KIND
+from kvmesh.workers.engines.attached.probe import (
     only_rank,
     reachable,
     read_cache_config,
@@ -19,7 +19,7 @@ from workers.engines.attached.probe import (
     read_models,
     read_props,
 )
-from workers.engines.attached.server import EventSource, LoadMetrics, ServerKind, ServerLoad
+from kvmesh.workers.engines.attached.server import EventSource, LoadMetrics, ServerKind, ServerLoad
 
 VLLM = {"id": "tiny", "object": "model", "created": 1, "owned_by": "vllm", "root": "/models/tiny", "parent": None,
         "max_model_len": 2048, "permission": [{"id": "modelperm-1"}]}  # fmt: skip

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import WireError
-from workers.engines.attached.sse import SseReader
+from kvmesh.protocol.errors import WireError
+from kvmesh.workers.engines.attached.sse import SseReader
 
 LINES = st.lists(st.binary(max_size=20).map(lambda data: data.replace(b"\n", b"").replace(b"\r", b"")), max_size=8)
 

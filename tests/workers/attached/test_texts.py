@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.engines.attached.texts import Texts, read_texts
 from tests.frontend.tiny import byte_level
 from tests.support.budget import examples
-from workers.engines.attached.texts import Texts, read_texts
 
 TEXTS = read_texts(CHECKPOINT_DIR)
 

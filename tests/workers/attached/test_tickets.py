@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import EngineError, TransferError
-from protocol.ids import WorkerId
-from protocol.messages import Ticket
+from kvmesh.protocol.errors import EngineError, TransferError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Ticket
+from kvmesh.workers.engines.attached.tickets import params_of, ticket_of
 from tests.support.fake_servers import offer_of
-from workers.engines.attached.tickets import params_of, ticket_of
 
 TOKENS, BLOCK = 40, 16
 OFFER = offer_of(range(TOKENS))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import (
+from kvmesh.protocol.errors import (
     ContextLengthError,
     DrainingError,
     EngineError,
@@ -17,8 +17,8 @@ from protocol.errors import (
     OverloadedError,
     WireError,
 )
-from protocol.ids import RequestId
-from protocol.messages import (
+from kvmesh.protocol.ids import RequestId
+from kvmesh.protocol.messages import (
     Delta,
     EmbedRequest,
     Feature,
@@ -31,10 +31,10 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.engines.attached.kinds import KINDS, LLAMACPP, OPENAI, SGLANG, VLLM, structured_outputs
-from workers.engines.attached.refusals import failure_in_stream, refusal
-from workers.engines.attached.server import AttachedServer, ServerKind
-from workers.engines.attached.translate import (
+from kvmesh.workers.engines.attached.kinds import KINDS, LLAMACPP, OPENAI, SGLANG, VLLM, structured_outputs
+from kvmesh.workers.engines.attached.refusals import failure_in_stream, refusal
+from kvmesh.workers.engines.attached.server import AttachedServer, ServerKind
+from kvmesh.workers.engines.attached.translate import (
     body_of,
     check_honoured,
     delta_of,

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import ConfigError, EngineError, WireError
-from workers.memory import client
-from workers.memory.__main__ import read_holdings, table_of
-from workers.memory.client import ImageLease
-from workers.memory.messages import MAX_PACKET_BYTES, from_service, from_worker
-from workers.memory.pages import address_of, make_space, map_image, read_only, seal
-from workers.memory.service import ImageCounter, listening
-from workers.memory.shelf import ImageShelf
+from kvmesh.protocol.errors import ConfigError, EngineError, WireError
+from kvmesh.workers.memory import client
+from kvmesh.workers.memory.__main__ import read_holdings, table_of
+from kvmesh.workers.memory.client import ImageLease
+from kvmesh.workers.memory.messages import MAX_PACKET_BYTES, from_service, from_worker
+from kvmesh.workers.memory.pages import address_of, make_space, map_image, read_only, seal
+from kvmesh.workers.memory.service import ImageCounter, listening
+from kvmesh.workers.memory.shelf import ImageShelf
 
 KEY = b"k" * 32
 MIB = 1 << 20

@@ -14,17 +14,17 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import ConfigError, EngineError
-from protocol.messages import SamplingParams
-from workers.engines.torch.config import read_config
-from workers.engines.torch.executor import TorchExecutor
-from workers.engines.torch.shared_weights import ImagePlan, read_image, share_weights, weights_key
-from workers.engines.torch.weights import ModelWeights, random_weights
-from workers.executor import Row
-from workers.memory import client
-from workers.memory.service import ImageCounter, listening
-from workers.memory.shelf import ImageShelf
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.messages import SamplingParams
+from kvmesh.workers.engines.torch.config import read_config
+from kvmesh.workers.engines.torch.executor import TorchExecutor
+from kvmesh.workers.engines.torch.shared_weights import ImagePlan, read_image, share_weights, weights_key
+from kvmesh.workers.engines.torch.weights import ModelWeights, random_weights
+from kvmesh.workers.executor import Row
+from kvmesh.workers.memory import client
+from kvmesh.workers.memory.service import ImageCounter, listening
+from kvmesh.workers.memory.shelf import ImageShelf
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

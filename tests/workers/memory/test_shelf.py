@@ -1,6 +1,6 @@
 """Images of weights: one writer, others wait, a dead writer is followed, the least recently used image makes room."""
 
-from workers.memory.shelf import (
+from kvmesh.workers.memory.shelf import (
     Cut,
     Finished,
     Free,

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from workers.config import WorkerConfig
-from workers.engines.sglang.arguments import EventEndpoints, adapter_paths, argv_of, bootstrap_host, read_flags
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.sglang.arguments import EventEndpoints, adapter_paths, argv_of, bootstrap_host, read_flags
 
 ENDPOINTS = EventEndpoints("ipc:///run/events", "ipc:///run/replay")
 

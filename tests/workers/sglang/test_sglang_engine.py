@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, WireError
-from protocol.events import Stored
-from protocol.hashing import hash_seed, sequence_hashes
-from protocol.ids import RequestId, new_worker_id
-from protocol.kv_content import PENDING
-from protocol.messages import (
+from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError, WireError
+from kvmesh.protocol.events import Stored
+from kvmesh.protocol.hashing import hash_seed, sequence_hashes
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.kv_content import PENDING
+from kvmesh.protocol.messages import (
     Control,
     ControlAction,
     ControlReply,
@@ -28,15 +28,15 @@ from protocol.messages import (
     StopConditions,
     pack_tokens,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Controllable
+from kvmesh.workers.engines.external.ports import free_ports
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.engines.sglang.engine import SglangEngine
+from kvmesh.workers.engines.sglang.offers import PrefillOffers
+from kvmesh.workers.engines.sglang.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept
 from tests.support.fake_sglang import FakeSglang
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
-from workers.engine import Controllable
-from workers.engines.external.ports import free_ports
-from workers.engines.opening import open_engine
-from workers.engines.sglang.engine import SglangEngine
-from workers.engines.sglang.offers import PrefillOffers
-from workers.engines.sglang.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept
 
 Make = Callable[..., Awaitable[SglangEngine]]
 

@@ -6,10 +6,10 @@ from contextlib import aclosing
 
 import pytest_asyncio
 
-from frontend.dispatch import Dispatcher
-from frontend.generator import Hints, Trace
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import (
+from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.generator import Hints, Trace
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import (
     Delta,
     GenerateRequest,
     ReleaseOffer,
@@ -18,13 +18,13 @@ from protocol.messages import (
     StopConditions,
     pack_tokens,
 )
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.sglang.engine import SglangEngine
 from tests.support.deltas import deltas_of
 from tests.support.fake_mesh import FakeMesh, FakeWorker
 from tests.support.fake_sglang import FakeSglang
 from tests.support.patience import PATIENCE_S
 from tests.support.toy_model import next_token
-from workers.config import WorkerConfig
-from workers.engines.sglang.engine import SglangEngine
 
 PROMPT = list(range(100, 140))
 

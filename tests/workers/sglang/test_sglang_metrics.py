@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.values import MultiProcessValue
 
-from workers.engines.sglang.metrics import FOLDER, export_metrics
+from kvmesh.workers.engines.sglang.metrics import FOLDER, export_metrics
 
 
 def test_a_schedulers_metrics_are_exported_under_their_own_names(

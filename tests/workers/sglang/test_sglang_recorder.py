@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvevents.formats import decode_payload
-from protocol.errors import PeerLostError
-from protocol.events import Stored
+from kvmesh.kvevents.formats import decode_payload
+from kvmesh.protocol.errors import PeerLostError
+from kvmesh.protocol.events import Stored
 from tests.support.fake_sglang import EventSockets, event_sockets
 from tests.support.sglang_recording import recorder
 from tests.support.toy_model import PagedCache

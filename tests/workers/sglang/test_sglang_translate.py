@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, OverloadedError, TransferError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.protocol.errors import ContextLengthError, EngineError, InvalidRequestError, OverloadedError, TransferError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Delta,
     FinishReason,
     GenerateRequest,
@@ -21,8 +21,8 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.engines.sglang.bootstrap import MAX_ROOM, Bootstrap, bootstrap_of, encode_bootstrap
-from workers.engines.sglang.translate import SglangAnswer, generate_kwargs, guide_params
+from kvmesh.workers.engines.sglang.bootstrap import MAX_ROOM, Bootstrap, bootstrap_of, encode_bootstrap
+from kvmesh.workers.engines.sglang.translate import SglangAnswer, generate_kwargs, guide_params
 
 BOOTSTRAP = Bootstrap("10.0.0.7", 8998, 42)
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from workers.config import WorkerConfig
-from workers.engines.trtllm.arguments import EVENT_BUFFER_SIZE, Variant, prune, read_arguments, read_given
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.trtllm.arguments import EVENT_BUFFER_SIZE, Variant, prune, read_arguments, read_given
 
 
 def config(flags: str = "", **fields: object) -> WorkerConfig:

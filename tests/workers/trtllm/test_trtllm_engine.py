@@ -7,15 +7,15 @@ from contextlib import aclosing
 import pytest
 import pytest_asyncio
 
-from protocol.errors import ConfigError
-from protocol.events import Cleared, KvEvent
-from protocol.ids import RequestId, new_worker_id
-from protocol.messages import Delta, GenerateRequest, Role, SamplingParams, StopConditions, pack_tokens
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.events import Cleared, KvEvent
+from kvmesh.protocol.ids import RequestId, new_worker_id
+from kvmesh.protocol.messages import Delta, GenerateRequest, Role, SamplingParams, StopConditions, pack_tokens
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.opening import open_engine
+from kvmesh.workers.engines.trtllm.engine import TrtllmEngine
 from tests.support.fake_trtllm import FakeTrtllm
 from tests.support.patience import PATIENCE_S
-from workers.config import WorkerConfig
-from workers.engines.opening import open_engine
-from workers.engines.trtllm.engine import TrtllmEngine
 
 Make = Callable[..., Awaitable[TrtllmEngine]]
 
@@ -82,7 +82,7 @@ async def test_events_that_were_lost_leave_nothing_known(make: Make, fake: FakeT
 
 
 async def test_a_poll_that_fails_is_tried_again(make: Make, fake: FakeTrtllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.engines.trtllm.engine.POLL_RETRY_S", 0.0)
+    monkeypatch.setattr("kvmesh.workers.engines.trtllm.engine.POLL_RETRY_S", 0.0)
     engine = await make()
     fake.llms[0].events.append({"data": 7})
     await run(engine)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import WireError
-from protocol.events import Removed, Stored
-from workers.engines.trtllm.events import News, RankStats, TrtllmEventReader, read_stats
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Removed, Stored
+from kvmesh.workers.engines.trtllm.events import News, RankStats, TrtllmEventReader, read_stats
 
 BIG = 9_622_824_665_191_806_685  # > 2**63
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import EngineError, TransferError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import (
+from kvmesh.protocol.errors import EngineError, TransferError
+from kvmesh.protocol.ids import RequestId, WorkerId
+from kvmesh.protocol.messages import (
     Delta,
     FinishReason,
     GenerateRequest,
@@ -22,8 +22,7 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from tests.support.fake_trtllm import DisaggregatedParams
-from workers.engines.trtllm.translate import (
+from kvmesh.workers.engines.trtllm.translate import (
     ContextState,
     TrtllmAnswer,
     encode_state,
@@ -33,6 +32,7 @@ from workers.engines.trtllm.translate import (
     sampling_fields,
     state_of,
 )
+from tests.support.fake_trtllm import DisaggregatedParams
 
 STATE = ContextState(opaque_state=b"\x00where\xff", first_gen_tokens=(9,), ctx_request_id=7, disagg_request_id=1 << 50)
 

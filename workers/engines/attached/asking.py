@@ -5,12 +5,12 @@ import logging
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from protocol.errors import ConfigError, EngineError, MeshError
-from workers.engines.attached.completions import COMPLETIONS, EMBEDDINGS, as_engine_errors
-from workers.engines.attached.http import ServerHttp
-from workers.engines.attached.kinds import kind_of
-from workers.engines.attached.probe import read_models
-from workers.engines.attached.server import AttachedServer, Body
+from kvmesh.protocol.errors import ConfigError, EngineError, MeshError
+from kvmesh.workers.engines.attached.completions import COMPLETIONS, EMBEDDINGS, as_engine_errors
+from kvmesh.workers.engines.attached.http import ServerHttp
+from kvmesh.workers.engines.attached.kinds import kind_of
+from kvmesh.workers.engines.attached.probe import read_models
+from kvmesh.workers.engines.attached.server import AttachedServer, Body
 
 log = logging.getLogger(__name__)
 

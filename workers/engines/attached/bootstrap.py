@@ -4,10 +4,10 @@ Their requests carry bootstrap_host, bootstrap_port and bootstrap_room in /v1/co
 once its KV was fetched. The tickets are those of workers that hold SGLang themselves.
 """
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from workers.engines.attached.server import Disaggregation
-from workers.engines.sglang.bootstrap import backend_name
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.engines.attached.server import Disaggregation
+from kvmesh.workers.engines.sglang.bootstrap import backend_name
 
 START_HINT = "start it with --disaggregation-mode {role}, or attach it without --role"
 

@@ -6,14 +6,14 @@ from contextlib import aclosing, contextmanager, suppress
 
 import msgspec
 
-from protocol.errors import EngineError, MeshError, PeerLostError, WireError
-from protocol.messages import Delta, GenerateRequest
-from workers.engines.attached.http import ServerHttp
-from workers.engines.attached.refusals import failure_in_stream
-from workers.engines.attached.server import AttachedServer, Body
-from workers.engines.attached.texts import Texts
-from workers.engines.attached.translate import ServerAnswer, body_of, delta_of, merged, prompt_of, read_answer
-from workers.engines.external.waits import Waits
+from kvmesh.protocol.errors import EngineError, MeshError, PeerLostError, WireError
+from kvmesh.protocol.messages import Delta, GenerateRequest
+from kvmesh.workers.engines.attached.http import ServerHttp
+from kvmesh.workers.engines.attached.refusals import failure_in_stream
+from kvmesh.workers.engines.attached.server import AttachedServer, Body
+from kvmesh.workers.engines.attached.texts import Texts
+from kvmesh.workers.engines.attached.translate import ServerAnswer, body_of, delta_of, merged, prompt_of, read_answer
+from kvmesh.workers.engines.external.waits import Waits
 
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"

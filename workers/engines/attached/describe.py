@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.errors import ConfigError
-from protocol.messages import NO_LAYOUT
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo
-from workers.engines.attached.server import AttachedServer
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import NO_LAYOUT
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.engines.attached.server import AttachedServer
 
 
 def model_folder(config: WorkerConfig, server: AttachedServer) -> Path:

@@ -9,29 +9,29 @@ from urllib.parse import urlsplit
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from protocol.errors import EngineError, MeshError
-from protocol.events import Digest, KvEvent
-from protocol.hashing import hash_seed, token_bytes
-from protocol.ids import WorkerId
-from protocol.messages import Delta, Embedding, EmbedRequest, FinishReason, GenerateRequest, unpack_tokens
-from workers.checks import check_embedding, check_generation, check_prompt
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo, EngineLoad, EngineReport
-from workers.engines.attached.asking import ANSWER_S, HealthCheck, probe_server, probe_tasks
-from workers.engines.attached.completions import EMBEDDINGS, Completions, as_engine_errors
-from workers.engines.attached.describe import info_of, model_folder
-from workers.engines.attached.events import Follower
-from workers.engines.attached.handover import BootstrapHandover, Handover, ParamsHandover
-from workers.engines.attached.http import ServerHttp
-from workers.engines.attached.metrics import ServerMetrics
-from workers.engines.attached.outside import OutsideCallers
-from workers.engines.attached.probe import only_rank, read_load
-from workers.engines.attached.server import AttachedServer, EventSource, ServerLoad
-from workers.engines.attached.texts import read_texts
-from workers.engines.attached.translate import TOKEN_BYTES, check_honoured, embedding_body, read_vector
-from workers.engines.external.cache import RankCache
-from workers.engines.external.content import ServerContent
-from workers.engines.external.life import EngineLife
+from kvmesh.protocol.errors import EngineError, MeshError
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.hashing import hash_seed, token_bytes
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Delta, Embedding, EmbedRequest, FinishReason, GenerateRequest, unpack_tokens
+from kvmesh.workers.checks import check_embedding, check_generation, check_prompt
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo, EngineLoad, EngineReport
+from kvmesh.workers.engines.attached.asking import ANSWER_S, HealthCheck, probe_server, probe_tasks
+from kvmesh.workers.engines.attached.completions import EMBEDDINGS, Completions, as_engine_errors
+from kvmesh.workers.engines.attached.describe import info_of, model_folder
+from kvmesh.workers.engines.attached.events import Follower
+from kvmesh.workers.engines.attached.handover import BootstrapHandover, Handover, ParamsHandover
+from kvmesh.workers.engines.attached.http import ServerHttp
+from kvmesh.workers.engines.attached.metrics import ServerMetrics
+from kvmesh.workers.engines.attached.outside import OutsideCallers
+from kvmesh.workers.engines.attached.probe import only_rank, read_load
+from kvmesh.workers.engines.attached.server import AttachedServer, EventSource, ServerLoad
+from kvmesh.workers.engines.attached.texts import read_texts
+from kvmesh.workers.engines.attached.translate import TOKEN_BYTES, check_honoured, embedding_body, read_vector
+from kvmesh.workers.engines.external.cache import RankCache
+from kvmesh.workers.engines.external.content import ServerContent
+from kvmesh.workers.engines.external.life import EngineLife
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ MAX_MISSES = 3  # looks at its health in a row, until a server counts as gone
 
 
 class AttachedEngine:
-    """Implements workers.engine.Engine for one server."""
+    """Implements kvmesh.workers.engine.Engine for one server."""
 
     def __init__(
         self,

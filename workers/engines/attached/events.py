@@ -1,10 +1,10 @@
 """Follow a server's KV events into a mirror of its cache."""
 
-from kvevents.subscriber import KvEventSubscriber
-from kvevents.transport import KvSource
-from protocol.ids import WorkerId
-from workers.engines.attached.server import EventSource
-from workers.engines.external.cache import EngineCache
+from kvmesh.kvevents.subscriber import KvEventSubscriber
+from kvmesh.kvevents.transport import KvSource
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.workers.engines.attached.server import EventSource
+from kvmesh.workers.engines.external.cache import EngineCache
 
 
 class Follower:

@@ -9,17 +9,17 @@ from typing import Protocol
 
 import msgspec
 
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError
-from protocol.messages import Delta, GenerateRequest, PullReport, Role, Ticket, TokenLogprob
-from workers.engines.attached.completions import COMPLETIONS, Completions, as_engine_errors
-from workers.engines.attached.server import Body, Disaggregation
-from workers.engines.attached.tickets import START_HINT, params_of, ticket_of
-from workers.engines.attached.translate import ServerAnswer, delta_of, prompt_of
-from workers.engines.external.content import ServerContent
-from workers.engines.external.life import EngineLife
-from workers.engines.sglang.bootstrap import Bootstrap, bootstrap_to_decode
-from workers.engines.sglang.offers import PrefillOffers, new_room
-from workers.engines.vllm.params import ASK_FOR_OFFER
+from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError
+from kvmesh.protocol.messages import Delta, GenerateRequest, PullReport, Role, Ticket, TokenLogprob
+from kvmesh.workers.engines.attached.completions import COMPLETIONS, Completions, as_engine_errors
+from kvmesh.workers.engines.attached.server import Body, Disaggregation
+from kvmesh.workers.engines.attached.tickets import START_HINT, params_of, ticket_of
+from kvmesh.workers.engines.attached.translate import ServerAnswer, delta_of, prompt_of
+from kvmesh.workers.engines.external.content import ServerContent
+from kvmesh.workers.engines.external.life import EngineLife
+from kvmesh.workers.engines.sglang.bootstrap import Bootstrap, bootstrap_to_decode
+from kvmesh.workers.engines.sglang.offers import PrefillOffers, new_room
+from kvmesh.workers.engines.vllm.params import ASK_FOR_OFFER
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from mesh.trace_context import trace_headers
-from protocol.errors import PeerLostError, UnreachableError, WireError
-from workers.engines.attached.refusals import refusal
-from workers.engines.attached.sse import SseReader
+from kvmesh.mesh.trace_context import trace_headers
+from kvmesh.protocol.errors import PeerLostError, UnreachableError, WireError
+from kvmesh.workers.engines.attached.refusals import refusal
+from kvmesh.workers.engines.attached.sse import SseReader
 
 CONNECT_S = 5.0
 IDLE_CONNECTION_S = 2.0  # shorter than any server's own patience, 5 s for vLLM: it would close while we write

@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import UNREADABLE, Feature, GenerateRequest, Guide, GuideKind, Role
-from workers.choices import choices_of
-from workers.engines.attached.bootstrap import bootstrap_transfer
-from workers.engines.attached.probe import with_cache_config, with_disaggregation, with_event_sources, with_props
-from workers.engines.attached.server import AttachedServer, Body, LoadMetrics, Probe, ServerKind
-from workers.engines.attached.tickets import BACKEND
+from kvmesh.protocol.errors import ConfigError, InvalidRequestError
+from kvmesh.protocol.messages import UNREADABLE, Feature, GenerateRequest, Guide, GuideKind, Role
+from kvmesh.workers.choices import choices_of
+from kvmesh.workers.engines.attached.bootstrap import bootstrap_transfer
+from kvmesh.workers.engines.attached.probe import with_cache_config, with_disaggregation, with_event_sources, with_props
+from kvmesh.workers.engines.attached.server import AttachedServer, Body, LoadMetrics, Probe, ServerKind
+from kvmesh.workers.engines.attached.tickets import BACKEND
 
 _BASE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
 _USUAL = _BASE | {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids"}

@@ -3,10 +3,10 @@
 import os
 from urllib.parse import urlsplit
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
-from workers.engines.attached.asking import API_KEY
-from workers.engines.attached.engine import AttachedEngine
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.attached.asking import API_KEY
+from kvmesh.workers.engines.attached.engine import AttachedEngine
 
 
 def open_engine(config: WorkerConfig) -> AttachedEngine:

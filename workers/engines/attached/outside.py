@@ -6,8 +6,8 @@ that the worker had at once in the time that the count may be from: since the la
 request that has just ended is then never taken for one of another caller.
 """
 
-from workers.engine import EngineReport
-from workers.engines.attached.server import ServerLoad
+from kvmesh.workers.engine import EngineReport
+from kvmesh.workers.engines.attached.server import ServerLoad
 
 STANDS_STILL_LOOKS = (
     60  # metrics that have not changed for so many looks are true: SGLang writes them every 30 s at rest

@@ -11,9 +11,9 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import ConfigError, WireError
-from protocol.messages import UNREADABLE
-from workers.engines.attached.server import (
+from kvmesh.protocol.errors import ConfigError, WireError
+from kvmesh.protocol.messages import UNREADABLE
+from kvmesh.workers.engines.attached.server import (
     AttachedServer,
     Disaggregation,
     EventSource,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from protocol.errors import (
+from kvmesh.protocol.errors import (
     ContextLengthError,
     DrainingError,
     EngineError,
@@ -10,7 +10,7 @@ from protocol.errors import (
     MeshError,
     OverloadedError,
 )
-from protocol.messages import UNREADABLE
+from kvmesh.protocol.messages import UNREADABLE
 
 MAX_MESSAGE_CHARS = 2000
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.messages import Feature, GenerateRequest, Role
+from kvmesh.protocol.messages import Feature, GenerateRequest, Role
 
 Body = dict[str, Any]  # of a request, to be written as JSON
 

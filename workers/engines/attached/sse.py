@@ -1,6 +1,6 @@
 """Server-sent events: bytes in, the data of whole events out. Pure."""
 
-from protocol.errors import WireError
+from kvmesh.protocol.errors import WireError
 
 MAX_EVENT_BYTES = 16 << 20  # a server may repeat the prompt in its first event: 1 M tokens are some 7 MB
 

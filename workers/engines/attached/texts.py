@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 ZERO_WIDTH_SPACE = "\u200b"
 _ANCHOR = "\n"  # put before a piece, so that the piece is not tokenized as the beginning of a text

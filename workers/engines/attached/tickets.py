@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-from protocol.errors import EngineError, TransferError
-from protocol.ids import WorkerId
-from protocol.messages import Ticket
-from workers.engines.vllm.params import read_params
+from kvmesh.protocol.errors import EngineError, TransferError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import Ticket
+from kvmesh.workers.engines.vllm.params import read_params
 
 BACKEND = "vllm-nixl-http"  # not the name of workers that hold vLLM themselves: those hand the first token over as well
 START_HINT = (

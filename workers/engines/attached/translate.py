@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from protocol.errors import EngineError, InvalidRequestError, WireError
-from protocol.messages import (
+from kvmesh.protocol.errors import EngineError, InvalidRequestError, WireError
+from kvmesh.protocol.messages import (
     UNREADABLE,
     Delta,
     EmbedRequest,
@@ -22,8 +22,8 @@ from protocol.messages import (
     TokenLogprob,
     unpack_tokens,
 )
-from workers.engines.attached.refusals import ServerErrorBody
-from workers.engines.attached.server import AttachedServer, Body, ServerKind
+from kvmesh.workers.engines.attached.refusals import ServerErrorBody
+from kvmesh.workers.engines.attached.server import AttachedServer, Body, ServerKind
 
 MAX_CHUNK_TOKENS = 1 << 20
 MAX_DIMENSIONS = 1 << 16

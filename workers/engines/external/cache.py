@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from kvcache.mirror import CacheMirror
-from kvevents.formats import decode_payload
-from protocol.errors import WireError
-from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term, sequence_hashes
-from protocol.ids import EngineHash, SequenceHash, WorkerId
-from protocol.tiers import Tier, tier_of
+from kvmesh.kvcache.mirror import CacheMirror
+from kvmesh.kvevents.formats import decode_payload
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import digest_term, sequence_hashes
+from kvmesh.protocol.ids import EngineHash, SequenceHash, WorkerId
+from kvmesh.protocol.tiers import Tier, tier_of
 
 Listener = Callable[[Sequence[KvEvent]], object]
 
@@ -91,7 +91,7 @@ class EngineCache:
         """Return the number of blocks on the device."""
         return self._on_device
 
-    # --- kvevents.subscriber.Sink ---------------------------------------------------------------------
+    # --- kvmesh.kvevents.subscriber.Sink ---------------------------------------------------------------------
 
     def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
         self.apply(dp_rank, decode_payload(payload).events)
@@ -162,7 +162,7 @@ class EngineCache:
 class RankCache:
     """The cache of one data-parallel rank: empty until the engine has said its block size.
 
-    Implements workers.engine.Caching.
+    Implements kvmesh.workers.engine.Caching.
     """
 
     def __init__(self) -> None:

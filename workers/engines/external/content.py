@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from kvcache.transfer.offers import check_content
-from protocol.kv_content import PENDING, UNKNOWN
-from protocol.messages import GenerateRequest
-from workers.loaded_content import KvContent, LoadedContent, content_with
+from kvmesh.kvcache.transfer.offers import check_content
+from kvmesh.protocol.kv_content import PENDING, UNKNOWN
+from kvmesh.protocol.messages import GenerateRequest
+from kvmesh.workers.loaded_content import KvContent, LoadedContent, content_with
 
 
 class EngineContent:

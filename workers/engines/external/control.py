@@ -1,7 +1,7 @@
 """Read what operators ask of an engine."""
 
-from protocol.errors import InvalidRequestError
-from protocol.messages import Control
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Control
 
 
 def argument(request: Control, name: str) -> str:

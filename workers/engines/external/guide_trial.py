@@ -3,10 +3,10 @@
 import logging
 from pathlib import Path
 
-from protocol.errors import EngineError
-from protocol.messages import Guide
-from workers.guide_checks import may_be_costly
-from workers.guides import Guides, lazy_guides
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.messages import Guide
+from kvmesh.workers.guide_checks import may_be_costly
+from kvmesh.workers.guides import Guides, lazy_guides
 
 log = logging.getLogger(__name__)
 

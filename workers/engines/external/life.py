@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from protocol.errors import EngineError
-from protocol.ids import WorkerId
-from protocol.messages import GenerateRequest
-from workers.engine import EngineInfo
-from workers.engines.external.guide_trial import GuideTrial
-from workers.engines.external.waits import Waits
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import GenerateRequest
+from kvmesh.workers.engine import EngineInfo
+from kvmesh.workers.engines.external.guide_trial import GuideTrial
+from kvmesh.workers.engines.external.waits import Waits
 
 
 class EngineLife:

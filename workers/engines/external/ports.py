@@ -3,7 +3,7 @@
 import socket
 from contextlib import ExitStack
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 _TRIES = 64
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from protocol.errors import EngineError
+from kvmesh.protocol.errors import EngineError
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -6,8 +6,8 @@ from struct import Struct
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from protocol.hashing import hash_seed, token_bytes
-from workers.engines.mock.vocabulary import FIRST_TOKEN
+from kvmesh.protocol.hashing import hash_seed, token_bytes
+from kvmesh.workers.engines.mock.vocabulary import FIRST_TOKEN
 
 VECTOR_DIMENSIONS = 64
 _PAIR = Struct("<QQ")

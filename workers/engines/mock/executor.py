@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvcache.memory import KvRegion
-from protocol.errors import EngineError
-from protocol.messages import KvLayout, Role, TokenLogprob
-from protocol.profile import Profile
-from protocol.tiers import Tier
-from protocol.timing import PolynomialTiming, ProfileTiming, Timing
-from workers.engines.mock.alarm import Alarm
-from workers.engines.mock.answers import answer_token, mock_token, mock_vector
-from workers.engines.mock.pace import MockPace
-from workers.engines.mock.vocabulary import FIRST_TOKEN, Vocabulary
-from workers.engines.mock.witness import Seen, Witness
-from workers.engines.registry import ENGINES
-from workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.messages import KvLayout, Role, TokenLogprob
+from kvmesh.protocol.profile import Profile
+from kvmesh.protocol.tiers import Tier
+from kvmesh.protocol.timing import PolynomialTiming, ProfileTiming, Timing
+from kvmesh.workers.engines.mock.alarm import Alarm
+from kvmesh.workers.engines.mock.answers import answer_token, mock_token, mock_vector
+from kvmesh.workers.engines.mock.pace import MockPace
+from kvmesh.workers.engines.mock.vocabulary import FIRST_TOKEN, Vocabulary
+from kvmesh.workers.engines.mock.witness import Seen, Witness
+from kvmesh.workers.engines.registry import ENGINES
+from kvmesh.workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
 
 __all__ = ["MockExecutor", "mock_token", "mock_vector"]
 

@@ -3,16 +3,16 @@
 from functools import lru_cache
 from pathlib import Path
 
-from protocol.errors import ConfigError
-from protocol.profile import read_profile
-from protocol.tiers import Tier
-from protocol.timing import pull_s_per_token
-from workers.config import WorkerConfig
-from workers.engine import Engine
-from workers.engines.mock.executor import MockExecutor, missing_tables
-from workers.engines.mock.vocabulary import Vocabulary, read_vocabulary
-from workers.engines.step import open_step_engine
-from workers.names import adapter_names
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.profile import read_profile
+from kvmesh.protocol.tiers import Tier
+from kvmesh.protocol.timing import pull_s_per_token
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine
+from kvmesh.workers.engines.mock.executor import MockExecutor, missing_tables
+from kvmesh.workers.engines.mock.vocabulary import Vocabulary, read_vocabulary
+from kvmesh.workers.engines.step import open_step_engine
+from kvmesh.workers.names import adapter_names
 
 
 def open_engine(config: WorkerConfig) -> Engine:

@@ -5,9 +5,9 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from protocol.tiers import Tier
-from protocol.timing import Timing
-from workers.executor import Row
+from kvmesh.protocol.tiers import Tier
+from kvmesh.protocol.timing import Timing
+from kvmesh.workers.executor import Row
 
 
 class MockPace:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.errors import ConfigError
+from kvmesh.protocol.errors import ConfigError
 
 FIRST_TOKEN = 3  # below are special tokens, and the mock's own end of sequence
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import EngineError
-from workers.engines.mock.answers import prompt_digest
-from workers.executor import Row
+from kvmesh.protocol.errors import EngineError
+from kvmesh.workers.engines.mock.answers import prompt_digest
+from kvmesh.workers.executor import Row
 
 BLOCKS_PER_STEP = 2
 _TOKEN_BYTES = 4  # float32: exact up to 2**24

@@ -9,9 +9,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from workers.config import WorkerConfig
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.config import WorkerConfig
 
 _MODES = {Role.AGGREGATED: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _DEFAULT_TRANSFER = "nixl"  # SGLang's own default is mooncake

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import EngineError, TransferError
-from protocol.messages import UNREADABLE, GenerateRequest, Ticket
+from kvmesh.protocol.errors import EngineError, TransferError
+from kvmesh.protocol.messages import UNREADABLE, GenerateRequest, Ticket
 
 MAX_ROOM = (1 << 63) - 1
 MAX_OPAQUE_BYTES = 1024

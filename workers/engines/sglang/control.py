@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import InvalidRequestError
-from protocol.messages import Control, ControlAction
-from workers.engines.external.content import AdapterFiles, EngineContent
-from workers.engines.external.control import argument
-from workers.engines.sglang.runtime import Runtime, TokenizerManager
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.messages import Control, ControlAction
+from kvmesh.workers.engines.external.content import AdapterFiles, EngineContent
+from kvmesh.workers.engines.external.control import argument
+from kvmesh.workers.engines.sglang.runtime import Runtime, TokenizerManager
 
 
 @dataclass(frozen=True, slots=True)

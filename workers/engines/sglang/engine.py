@@ -1,4 +1,4 @@
-"""Implement workers.engine.Engine over `sglang.Engine`.
+"""Implement kvmesh.workers.engine.Engine over `sglang.Engine`.
 
 Prefill and decode meet by a bootstrap server that runs in the prefill engine: both get the request at once, with the
 same host, port and room. So a prefill worker's ticket is its first delta, without a token. The prefill is a standing
@@ -19,13 +19,13 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
-from kvevents.subscriber import KvEventSubscriber
-from kvevents.transport import KvSource
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
-from protocol.events import Digest, KvEvent
-from protocol.ids import WorkerId
-from protocol.messages import (
+from kvmesh.kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
+from kvmesh.kvevents.subscriber import KvEventSubscriber
+from kvmesh.kvevents.transport import KvSource
+from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import (
     NO_LAYOUT,
     Control,
     ControlReply,
@@ -37,16 +37,16 @@ from protocol.messages import (
     PullReport,
     Role,
 )
-from workers.checks import check_embedding, check_generation
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo, EngineLoad
-from workers.engines.external.cache import EngineCache
-from workers.engines.external.content import AdapterFiles, EngineContent
-from workers.engines.external.launch import Launch
-from workers.engines.external.life import EngineLife
-from workers.engines.external.ports import free_ports
-from workers.engines.registry import ENGINES
-from workers.engines.sglang.arguments import (
+from kvmesh.workers.checks import check_embedding, check_generation
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo, EngineLoad
+from kvmesh.workers.engines.external.cache import EngineCache
+from kvmesh.workers.engines.external.content import AdapterFiles, EngineContent
+from kvmesh.workers.engines.external.launch import Launch
+from kvmesh.workers.engines.external.life import EngineLife
+from kvmesh.workers.engines.external.ports import free_ports
+from kvmesh.workers.engines.registry import ENGINES
+from kvmesh.workers.engines.sglang.arguments import (
     EventEndpoints,
     Flags,
     adapter_paths,
@@ -54,11 +54,11 @@ from workers.engines.sglang.arguments import (
     bootstrap_host,
     read_flags,
 )
-from workers.engines.sglang.bootstrap import Bootstrap, backend_name, bootstrap_to_decode
-from workers.engines.sglang.control import carry_out
-from workers.engines.sglang.metrics import export_metrics
-from workers.engines.sglang.offers import PrefillOffers, new_room
-from workers.engines.sglang.runtime import (
+from kvmesh.workers.engines.sglang.bootstrap import Bootstrap, backend_name, bootstrap_to_decode
+from kvmesh.workers.engines.sglang.control import carry_out
+from kvmesh.workers.engines.sglang.metrics import export_metrics
+from kvmesh.workers.engines.sglang.offers import PrefillOffers, new_room
+from kvmesh.workers.engines.sglang.runtime import (
     FAKE_BOOTSTRAP_HOST,
     MAX_METRICS_BYTES,
     Metrics,
@@ -75,7 +75,7 @@ from workers.engines.sglang.runtime import (
     signals_kept,
     total_tokens,
 )
-from workers.engines.sglang.translate import SglangAnswer, generate_kwargs
+from kvmesh.workers.engines.sglang.translate import SglangAnswer, generate_kwargs
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class SglangEngine:
             self._life.check()
 
     async def control(self, request: Control) -> ControlReply:
-        """Implements workers.engine.Controllable."""
+        """Implements kvmesh.workers.engine.Controllable."""
         info, runtime, manager = self._ready()
         done = await carry_out(request, runtime, manager, self._loras, next(self._controls), self._content)
         for name, engine_name in done.loras.items():

@@ -1,6 +1,6 @@
 """Write a mapping over GPUs in SGLang's own flags. Pure."""
 
-from workers.engines.mapping import ParallelMapping
+from kvmesh.workers.engines.mapping import ParallelMapping
 
 
 def mapping_flags(mapping: ParallelMapping, batch: int) -> list[str]:

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
-from protocol.messages import Delta, Ticket
-from workers.engines.external.life import EngineLife
-from workers.engines.sglang.bootstrap import MAX_ROOM, Bootstrap, encode_bootstrap
+from kvmesh.protocol.messages import Delta, Ticket
+from kvmesh.workers.engines.external.life import EngineLife
+from kvmesh.workers.engines.sglang.bootstrap import MAX_ROOM, Bootstrap, encode_bootstrap
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Open SGLang."""
 
-from workers.config import WorkerConfig
-from workers.engine import Engine
-from workers.engines.sglang.engine import SglangEngine
-from workers.names import served_name
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine
+from kvmesh.workers.engines.sglang.engine import SglangEngine
+from kvmesh.workers.names import served_name
 
 
 def open_engine(config: WorkerConfig) -> Engine:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import msgspec
 import psutil
 
-from protocol.errors import ConfigError, WireError
+from kvmesh.protocol.errors import ConfigError, WireError
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # a prefill engine takes it for "nobody fetches this"
 

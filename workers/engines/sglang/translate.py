@@ -6,13 +6,13 @@ Shapes are those of SGLang 0.5.23: entrypoints/engine.py, managers/tokenizer_man
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol.errors import (
+from kvmesh.protocol.errors import (
     EngineError,
     InvalidRequestError,
     MeshError,
     OverloadedError,
 )
-from protocol.messages import (
+from kvmesh.protocol.messages import (
     Delta,
     FinishReason,
     GenerateRequest,
@@ -21,9 +21,9 @@ from protocol.messages import (
     TokenLogprob,
     unpack_tokens,
 )
-from workers.checks import check_prompt
-from workers.choices import choice_regex
-from workers.engines.sglang.bootstrap import Bootstrap
+from kvmesh.workers.checks import check_prompt
+from kvmesh.workers.choices import choice_regex
+from kvmesh.workers.engines.sglang.bootstrap import Bootstrap
 
 _I63 = (1 << 63) - 1
 _MAX_PENALTY = 2.0

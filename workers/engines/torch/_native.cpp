@@ -1,4 +1,4 @@
-// workers.engines.torch._native: one step's arithmetic on CPUs. Its specification is workers/engines/torch/model.py.
+// kvmesh.workers.engines.torch._native: one step's arithmetic on CPUs. Its specification is workers/engines/torch/model.py.
 //
 // The same kernels (native/kernels.h) are compiled for several instruction sets; what this processor has is asked at
 // run time. Threads are those of torch: the OpenMP library that torch has loaded is found by name when this module is
@@ -530,7 +530,7 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "workers.engines.torch._native", nullptr, 0, methods, nullptr, nullptr,
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvmesh.workers.engines.torch._native", nullptr, 0, methods, nullptr, nullptr,
                       nullptr, nullptr};
 
 }  // namespace

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.errors import EngineError
-from workers.engines.torch.cache import PagedKv
-from workers.executor import Row
+from kvmesh.protocol.errors import EngineError
+from kvmesh.workers.engines.torch.cache import PagedKv
+from kvmesh.workers.executor import Row
 
 _ALWAYS_TOGETHER_BLOCKS = 8  # rows this short cost less together, padded, than a group of their own
 MAX_GROUP_BLOCKS = 16_384  # bounds the copy of keys and values that a group's attention reads

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engines.torch.batch import (
+from kvmesh.workers.engines.torch.batch import (
     MAX_GROUP_BLOCKS,
     DecodeGroup,
     Ints,
@@ -19,8 +19,8 @@ from workers.engines.torch.batch import (
     StepPlan,
     minus_infinity_where,
 )
-from workers.engines.torch.cache import PagedKv
-from workers.engines.torch.model import Transformer
+from kvmesh.workers.engines.torch.cache import PagedKv
+from kvmesh.workers.engines.torch.model import Transformer
 
 _LEAST_BLOCKS = 8  # of a row: shorter ones are padded to this
 _MAX_RECORDED = 64  # graphs; the one recorded first goes first

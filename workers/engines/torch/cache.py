@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kvcache.memory import KvRegion
-from protocol.errors import ConfigError
-from protocol.messages import KvLayout
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import KvLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.tiers.store import Payload
+from kvmesh.kvcache.tiers.store import Payload
 
 
 class CudaBlocks:

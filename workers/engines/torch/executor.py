@@ -9,25 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache.memory import KvRegion
-from protocol.errors import ConfigError, EngineError
-from protocol.messages import Feature, KvLayout, TokenLogprob
-from workers.engines.registry import ENGINES
-from workers.engines.torch.batch import StepPlan, check_rows, plan_step, to_device
-from workers.engines.torch.buckets import DecodeBuckets
-from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
-from workers.engines.torch.config import DTYPES, ModelConfig, read_config
-from workers.engines.torch.cpu import bfloat16_by, cpu_flags, keep_freed_memory
-from workers.engines.torch.device_blocks import CudaBlocks
-from workers.engines.torch.kernels import NO_KERNELS, CpuKernels, open_kernels
-from workers.engines.torch.metrics import STEPS, WEIGHTS
-from workers.engines.torch.model import Transformer
-from workers.engines.torch.sampling import choose, logprobs_of
-from workers.engines.torch.shared_weights import WeightsInUse, share_weights, weights_key
-from workers.engines.torch.weights import ModelWeights, load_weights, random_weights
-from workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
-from workers.guides import open_guides
-from workers.schemas import GuideWhitespace
+from kvmesh.kvcache.memory import KvRegion
+from kvmesh.protocol.errors import ConfigError, EngineError
+from kvmesh.protocol.messages import Feature, KvLayout, TokenLogprob
+from kvmesh.workers.engines.registry import ENGINES
+from kvmesh.workers.engines.torch.batch import StepPlan, check_rows, plan_step, to_device
+from kvmesh.workers.engines.torch.buckets import DecodeBuckets
+from kvmesh.workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
+from kvmesh.workers.engines.torch.config import DTYPES, ModelConfig, read_config
+from kvmesh.workers.engines.torch.cpu import bfloat16_by, cpu_flags, keep_freed_memory
+from kvmesh.workers.engines.torch.device_blocks import CudaBlocks
+from kvmesh.workers.engines.torch.kernels import NO_KERNELS, CpuKernels, open_kernels
+from kvmesh.workers.engines.torch.metrics import STEPS, WEIGHTS
+from kvmesh.workers.engines.torch.model import Transformer
+from kvmesh.workers.engines.torch.sampling import choose, logprobs_of
+from kvmesh.workers.engines.torch.shared_weights import WeightsInUse, share_weights, weights_key
+from kvmesh.workers.engines.torch.weights import ModelWeights, load_weights, random_weights
+from kvmesh.workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
+from kvmesh.workers.guides import open_guides
+from kvmesh.workers.schemas import GuideWhitespace
 
 log = logging.getLogger(__name__)
 

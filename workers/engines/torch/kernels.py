@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protocol import native
-from workers.engines.torch.batch import PagedRows, StepBatch, ToldRows
-from workers.engines.torch.cache import PagedKv
-from workers.engines.torch.config import ModelConfig
-from workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd
+from kvmesh.protocol import native
+from kvmesh.workers.engines.torch.batch import PagedRows, StepBatch, ToldRows
+from kvmesh.workers.engines.torch.cache import PagedKv
+from kvmesh.workers.engines.torch.config import ModelConfig
+from kvmesh.workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd
 
 NO_KERNELS = "no native kernels: not built, KVMESH_NATIVE=0, float16, or heads of an odd size"
 
@@ -29,7 +29,7 @@ _ALL = 1 << 62
 _NATIVE: ModuleType | None = None
 if native.WANTED:
     try:
-        from workers.engines.torch import _native as _built
+        from kvmesh.workers.engines.torch import _native as _built
 
         _NATIVE = _built
     except ImportError:  # not built here, or torch without the OpenMP library whose threads the kernels use

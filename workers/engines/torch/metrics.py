@@ -1,6 +1,6 @@
 """Metrics of the torch engine."""
 
-from mesh.measure import locked_counter
+from kvmesh.mesh.measure import locked_counter
 
 STEPS = locked_counter("kvmesh_worker_torch_steps_total")  # paged, gathered, bucket
 WEIGHTS = locked_counter("kvmesh_worker_weights_total")  # mapped, written, own

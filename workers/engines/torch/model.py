@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch, ToldRows
-from workers.engines.torch.cache import PagedKv
-from workers.engines.torch.config import ModelConfig, RopeConfig
-from workers.engines.torch.kernels import CpuKernels, Projection
-from workers.engines.torch.weights import LayerWeights, ModelWeights
+from kvmesh.workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch, ToldRows
+from kvmesh.workers.engines.torch.cache import PagedKv
+from kvmesh.workers.engines.torch.config import ModelConfig, RopeConfig
+from kvmesh.workers.engines.torch.kernels import CpuKernels, Projection
+from kvmesh.workers.engines.torch.weights import LayerWeights, ModelWeights
 
 _SCORED_LOGITS = 1 << 24  # computed at once for the logprobs of a prompt: 64 MiB
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
-from workers.engine import Engine
-from workers.engines.registry import ENGINES
-from workers.engines.step import open_step_engine
-from workers.engines.torch.config import bucket_sizes, read_config
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine
+from kvmesh.workers.engines.registry import ENGINES
+from kvmesh.workers.engines.step import open_step_engine
+from kvmesh.workers.engines.torch.config import bucket_sizes, read_config
 
 
 def open_engine(config: WorkerConfig) -> Engine:
@@ -15,7 +15,7 @@ def open_engine(config: WorkerConfig) -> Engine:
     buckets = bucket_sizes(config.decode_buckets)
     read_config(Path(config.model_path))  # before torch is imported, because that takes seconds
     try:
-        from workers.engines.torch.executor import TorchExecutor
+        from kvmesh.workers.engines.torch.executor import TorchExecutor
     except ImportError as error:
         raise ConfigError(
             f"the torch engine needs torch and safetensors: {error}",

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from protocol.messages import SamplingParams, TokenLogprob
-from workers.executor import Row, Sampled
+from kvmesh.protocol.messages import SamplingParams, TokenLogprob
+from kvmesh.workers.executor import Row, Sampled
 
 _GREEDY_BELOW = 1e-5  # a smaller temperature overflows, and means greedy anyhow
 _PAIR = Struct("<QQ")

@@ -21,13 +21,13 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from protocol.errors import EngineError, MeshError
-from workers.engines.torch.cache import TORCH_DTYPES
-from workers.engines.torch.metrics import WEIGHTS, WEIGHTS_MOVED
-from workers.engines.torch.weights import ModelWeights
-from workers.memory.client import ImageLease, SharedMemory
-from workers.memory.pages import MappedImage, address_of, map_image
-from workers.weights_hash import WEIGHT_SUFFIXES
+from kvmesh.protocol.errors import EngineError, MeshError
+from kvmesh.workers.engines.torch.cache import TORCH_DTYPES
+from kvmesh.workers.engines.torch.metrics import WEIGHTS, WEIGHTS_MOVED
+from kvmesh.workers.engines.torch.weights import ModelWeights
+from kvmesh.workers.memory.client import ImageLease, SharedMemory
+from kvmesh.workers.memory.pages import MappedImage, address_of, map_image
+from kvmesh.workers.weights_hash import WEIGHT_SUFFIXES
 
 log = logging.getLogger(__name__)
 

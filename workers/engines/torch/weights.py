@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from protocol.errors import ConfigError
-from workers.engines.torch.config import ModelConfig
-from workers.engines.torch.kernels import Projection
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.engines.torch.config import ModelConfig
+from kvmesh.workers.engines.torch.kernels import Projection
 
 _FLOAT_FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from workers.config import WorkerConfig
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.config import WorkerConfig
 
 EVENT_BUFFER_SIZE = 100_000  # events that TensorRT-LLM keeps until they are asked for
 

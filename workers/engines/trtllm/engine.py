@@ -1,4 +1,4 @@
-"""Implement workers.engine.Engine over TensorRT-LLM's LLM API.
+"""Implement kvmesh.workers.engine.Engine over TensorRT-LLM's LLM API.
 
 A prefill worker computes the prompt and the first token (`context_only`), and gives what TensorRT-LLM calls the opaque
 state. A decode worker continues with the state and the token (`generation_only`). TensorRT-LLM keeps the blocks until
@@ -16,10 +16,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError, kind_of
-from protocol.events import Digest, KvEvent
-from protocol.ids import WorkerId
-from protocol.messages import (
+from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError, kind_of
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import (
     NO_LAYOUT,
     Delta,
     Embedding,
@@ -31,17 +31,17 @@ from protocol.messages import (
     Role,
     Ticket,
 )
-from workers.checks import check_embedding, check_generation
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo, EngineLoad
-from workers.engines.external.cache import EngineCache
-from workers.engines.external.content import EngineContent
-from workers.engines.external.launch import Launch
-from workers.engines.external.life import EngineLife
-from workers.engines.registry import ENGINES
-from workers.engines.trtllm.arguments import prune, read_arguments
-from workers.engines.trtllm.events import RankStats, TrtllmEventReader, read_stats
-from workers.engines.trtllm.runtime import (
+from kvmesh.workers.checks import check_embedding, check_generation
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo, EngineLoad
+from kvmesh.workers.engines.external.cache import EngineCache
+from kvmesh.workers.engines.external.content import EngineContent
+from kvmesh.workers.engines.external.launch import Launch
+from kvmesh.workers.engines.external.life import EngineLife
+from kvmesh.workers.engines.registry import ENGINES
+from kvmesh.workers.engines.trtllm.arguments import prune, read_arguments
+from kvmesh.workers.engines.trtllm.events import RankStats, TrtllmEventReader, read_stats
+from kvmesh.workers.engines.trtllm.runtime import (
     Llm,
     LlmResult,
     Trtllm,
@@ -51,7 +51,7 @@ from workers.engines.trtllm.runtime import (
     launch,
     load_trtllm,
 )
-from workers.engines.trtllm.translate import (
+from kvmesh.workers.engines.trtllm.translate import (
     BACKEND,
     ContextState,
     TrtllmAnswer,

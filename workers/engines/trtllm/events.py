@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import WireError
-from protocol.events import KvEvent, Removed, Stored
-from protocol.ids import EngineHash
+from kvmesh.protocol.errors import WireError
+from kvmesh.protocol.events import KvEvent, Removed, Stored
+from kvmesh.protocol.ids import EngineHash
 
 MAX_BLOCKS = 65_536  # of one event
 

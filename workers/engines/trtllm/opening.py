@@ -1,9 +1,9 @@
 """Open TensorRT-LLM."""
 
-from workers.config import WorkerConfig
-from workers.engine import Engine
-from workers.engines.trtllm.engine import TrtllmEngine
-from workers.names import served_name
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine
+from kvmesh.workers.engines.trtllm.engine import TrtllmEngine
+from kvmesh.workers.names import served_name
 
 
 def open_engine(config: WorkerConfig) -> Engine:

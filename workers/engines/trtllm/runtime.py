@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from protocol.errors import ConfigError
-from workers.engines.trtllm.arguments import Arguments, Variant
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.engines.trtllm.arguments import Arguments, Variant
 
 
 class LlmResult(Protocol):

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import EngineError, TransferError
-from protocol.messages import (
+from kvmesh.protocol.errors import EngineError, TransferError
+from kvmesh.protocol.messages import (
     UNREADABLE,
     Delta,
     FinishReason,
@@ -21,8 +21,8 @@ from protocol.messages import (
     TokenLogprob,
     unpack_tokens,
 )
-from workers.checks import check_prompt
-from workers.choices import choice_regex
+from kvmesh.workers.checks import check_prompt
+from kvmesh.workers.choices import choice_regex
 
 BACKEND = "trtllm"
 MAX_OPAQUE_BYTES = 4 << 20

@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import InvalidRequestError
-from workers.engines.external.cache import RankCache
-from workers.engines.external.content import EngineContent
-from workers.engines.vllm.driver import Driver, LoadedAdapter
-from workers.weights_hash import FileState, WeightsHasher, cache_folder, content_files, files_digest
+from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.workers.engines.external.cache import RankCache
+from kvmesh.workers.engines.external.content import EngineContent
+from kvmesh.workers.engines.vllm.driver import Driver, LoadedAdapter
+from kvmesh.workers.weights_hash import FileState, WeightsHasher, cache_folder, content_files, files_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.errors import ConfigError
-from workers.config import WorkerConfig
-from workers.engines.vllm.transfer import TRANSFER, hands_over, transfer_config
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.vllm.transfer import TRANSFER, hands_over, transfer_config
 
 _OFFLOADING = "set --kv-connector offloading, or nixl,offloading, and --kv-offloading-gib before the --"
 _HOSTS = {

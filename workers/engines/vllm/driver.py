@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, kind_of
-from workers.engines.vllm.guard import Guard
-from workers.engines.vllm.transfer import check_can_run
-from workers.engines.vllm.translate import VllmQuestion, VllmStep
+from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError, kind_of
+from kvmesh.workers.engines.vllm.guard import Guard
+from kvmesh.workers.engines.vllm.transfer import check_can_run
+from kvmesh.workers.engines.vllm.translate import VllmQuestion, VllmStep
 
 SHUTDOWN_S = 10.0
 

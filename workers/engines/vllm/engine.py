@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, TransferError
-from protocol.events import Digest, KvEvent
-from protocol.ids import RequestId, WorkerId, new_generation
-from protocol.messages import (
+from kvmesh.protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, TransferError
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.ids import RequestId, WorkerId, new_generation
+from kvmesh.protocol.messages import (
     NO_LAYOUT,
     Control,
     ControlAction,
@@ -34,23 +34,23 @@ from protocol.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from workers.checks import check_embedding, check_generation
-from workers.config import WorkerConfig
-from workers.engine import Caching, EngineInfo, EngineLoad
-from workers.engines.external.cache import RankCache
-from workers.engines.external.content import EngineContent
-from workers.engines.external.control import argument
-from workers.engines.external.life import EngineLife
-from workers.engines.external.ports import free_ports
-from workers.engines.registry import ENGINES
-from workers.engines.vllm.adapters import Adapters
-from workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
-from workers.engines.vllm.driver import Driver, LoadedAdapter, VllmFacts, open_driver
-from workers.engines.vllm.events import EventFeed
-from workers.engines.vllm.patience import within
-from workers.engines.vllm.starting import Starting
-from workers.engines.vllm.transfer import TRANSFER, keeps_kv
-from workers.engines.vllm.translate import (
+from kvmesh.workers.checks import check_embedding, check_generation
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Caching, EngineInfo, EngineLoad
+from kvmesh.workers.engines.external.cache import RankCache
+from kvmesh.workers.engines.external.content import EngineContent
+from kvmesh.workers.engines.external.control import argument
+from kvmesh.workers.engines.external.life import EngineLife
+from kvmesh.workers.engines.external.ports import free_ports
+from kvmesh.workers.engines.registry import ENGINES
+from kvmesh.workers.engines.vllm.adapters import Adapters
+from kvmesh.workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
+from kvmesh.workers.engines.vllm.driver import Driver, LoadedAdapter, VllmFacts, open_driver
+from kvmesh.workers.engines.vllm.events import EventFeed
+from kvmesh.workers.engines.vllm.patience import within
+from kvmesh.workers.engines.vllm.starting import Starting
+from kvmesh.workers.engines.vllm.transfer import TRANSFER, keeps_kv
+from kvmesh.workers.engines.vllm.translate import (
     DivergedError,
     PullFailedError,
     VllmAnswer,
@@ -62,9 +62,9 @@ from workers.engines.vllm.translate import (
     whole,
     write_ticket,
 )
-from workers.loaded_content import KvContent
-from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
-from workers.weights_hash import WeightsHasher, cache_folder, content_files, files_digest
+from kvmesh.workers.loaded_content import KvContent
+from kvmesh.workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
+from kvmesh.workers.weights_hash import WeightsHasher, cache_folder, content_files, files_digest
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _StandingOffer:
 
 
 class VllmEngine:
-    """Implements workers.engine.Engine, Ranked and Controllable. A request says which rank it is for."""
+    """Implements kvmesh.workers.engine.Engine, Ranked and Controllable. A request says which rank it is for."""
 
     def __init__(self, config: WorkerConfig, name: str, open_vllm: OpenDriver = open_driver) -> None:
         """Raises ConfigError if the settings contradict each other."""

@@ -4,17 +4,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvevents.subscriber import KvEventSubscriber
-from kvevents.transport import KvSource
-from protocol.events import Digest
-from protocol.ids import WorkerId
-from workers.engines.external.cache import RankCache
+from kvmesh.kvevents.subscriber import KvEventSubscriber
+from kvmesh.kvevents.transport import KvSource
+from kvmesh.protocol.events import Digest
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.workers.engines.external.cache import RankCache
 
 log = logging.getLogger(__name__)
 
 
 class EventFeed:
-    """Feeds the caches of all ranks until it is closed. Implements kvevents.subscriber.Sink.
+    """Feeds the caches of all ranks until it is closed. Implements kvmesh.kvevents.subscriber.Sink.
 
     Batches that were lost come by replay. Where the replay no longer reaches back, what the engine holds cannot be
     known: then nothing is announced, and `empty_caches` makes that true.

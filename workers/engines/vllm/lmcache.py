@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector import LMCacheMPConnector as _LMCacheMPConnector
 
-from workers.engines.vllm.transfer import WEIGHTS
+from kvmesh.workers.engines.vllm.transfer import WEIGHTS
 
 SALT_BYTES = 16
 

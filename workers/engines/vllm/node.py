@@ -4,23 +4,23 @@ import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from protocol.errors import EngineError
-from protocol.events import Digest, KvEvent
-from protocol.ids import WorkerId
-from protocol.messages import NO_LAYOUT, Delta, Embedding, EmbedRequest, GenerateRequest
-from workers.config import WorkerConfig
-from workers.engine import EngineInfo, EngineLoad
-from workers.engines.external.life import EngineLife
-from workers.engines.external.ports import free_ports
-from workers.engines.vllm.arguments import Surroundings, plan_start
-from workers.engines.vllm.driver import NodeProcesses, open_node
-from workers.engines.vllm.starting import Starting
+from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.events import Digest, KvEvent
+from kvmesh.protocol.ids import WorkerId
+from kvmesh.protocol.messages import NO_LAYOUT, Delta, Embedding, EmbedRequest, GenerateRequest
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import EngineInfo, EngineLoad
+from kvmesh.workers.engines.external.life import EngineLife
+from kvmesh.workers.engines.external.ports import free_ports
+from kvmesh.workers.engines.vllm.arguments import Surroundings, plan_start
+from kvmesh.workers.engines.vllm.driver import NodeProcesses, open_node
+from kvmesh.workers.engines.vllm.starting import Starting
 
 OpenNode = Callable[[Sequence[str], Mapping[str, str]], NodeProcesses]
 
 
 class VllmNode:
-    """Implements workers.engine.Engine."""
+    """Implements kvmesh.workers.engine.Engine."""
 
     def __init__(self, config: WorkerConfig, name: str, open_vllm: OpenNode = open_node) -> None:
         """Raises ConfigError if the settings contradict each other."""

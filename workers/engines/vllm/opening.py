@@ -1,11 +1,11 @@
 """Open vLLM, as the worker of a mesh or as a node that computes for the worker of another node."""
 
-from workers.config import WorkerConfig
-from workers.engine import Engine
-from workers.engines.vllm.arguments import leads
-from workers.engines.vllm.engine import VllmEngine
-from workers.engines.vllm.node import VllmNode
-from workers.names import served_name
+from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engine import Engine
+from kvmesh.workers.engines.vllm.arguments import leads
+from kvmesh.workers.engines.vllm.engine import VllmEngine
+from kvmesh.workers.engines.vllm.node import VllmNode
+from kvmesh.workers.names import served_name
 
 
 def open_engine(config: WorkerConfig) -> Engine:

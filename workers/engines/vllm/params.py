@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import TransferError
-from protocol.messages import UNREADABLE
+from kvmesh.protocol.errors import TransferError
+from kvmesh.protocol.messages import UNREADABLE
 
 ASK_FOR_OFFER: Mapping[str, bool] = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a prefill server is asked with."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from workers.engines.vllm.translate import PullFailedError, VllmStep
+from kvmesh.workers.engines.vllm.translate import PullFailedError, VllmStep
 
 _LOOK_S = 0.25
 

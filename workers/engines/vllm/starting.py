@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from workers.engines.external.launch import Launch
+from kvmesh.workers.engines.external.launch import Launch
 
 _LOOK_S = 0.5
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from workers.config import WorkerConfig
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.messages import Role
+from kvmesh.workers.config import WorkerConfig
 
 TRANSFER = "vllm-nixl"  # the name of vLLM's NIXL connector on cards and tickets
 
@@ -23,8 +23,8 @@ _NAMES = {
     "lmcache-mp": _LMCACHE_SERVER,
 }
 _NONE = "none"
-_CONNECTOR_MODULE = "workers.engines.vllm.connector"
-_LMCACHE_MODULE = "workers.engines.vllm.lmcache"
+_CONNECTOR_MODULE = "kvmesh.workers.engines.vllm.connector"
+_LMCACHE_MODULE = "kvmesh.workers.engines.vllm.lmcache"
 WEIGHTS = "kvmesh.weights"  # a key of ours among LMCache's: names the content of the weights
 _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.AGGREGATED: "kv_both"}
 _KEEPS = "kv_both"  # the role of a connector that brings KV back to the same worker

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import EngineError, InvalidRequestError, TransferError
-from protocol.hashing import mix64
-from protocol.messages import (
+from kvmesh.protocol.errors import EngineError, InvalidRequestError, TransferError
+from kvmesh.protocol.hashing import mix64
+from kvmesh.protocol.messages import (
     Delta,
     FinishReason,
     GenerateRequest,
@@ -25,9 +25,9 @@ from protocol.messages import (
     TokenLogprob,
     unpack_tokens,
 )
-from workers.checks import check_prompt
-from workers.choices import choices_of
-from workers.engines.vllm.params import ASK_FOR_OFFER, read_params
+from kvmesh.workers.checks import check_prompt
+from kvmesh.workers.choices import choices_of
+from kvmesh.workers.engines.vllm.params import ASK_FOR_OFFER, read_params
 
 _U63 = 0x7FFF_FFFF_FFFF_FFFF
 

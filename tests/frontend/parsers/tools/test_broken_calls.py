@@ -2,9 +2,9 @@
 
 import pytest
 
-from frontend.parsers.chain import merge
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Tool
-from frontend.parsers.tools import tool_format
+from kvmesh.frontend.parsers.chain import merge
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Tool
+from kvmesh.frontend.parsers.tools import tool_format
 from tests.frontend.parsers.streams import call, run
 
 TOOLS = [Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}})]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.parsers.chain import merge
-from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Tool
-from frontend.parsers.tools import TOOL_PARSERS, guess_tool_format, tool_format
-from protocol.errors import ConfigError
+from kvmesh.frontend.parsers.chain import merge
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Tool
+from kvmesh.frontend.parsers.tools import TOOL_PARSERS, guess_tool_format, tool_format
+from kvmesh.protocol.errors import ConfigError
 from tests.frontend.parsers.streams import call, cut, run
 from tests.support.budget import examples
 

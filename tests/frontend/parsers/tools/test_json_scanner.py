@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.parsers.text import MAX_JSON_DEPTH, JsonScanner, MarkerFinder, is_json, quoted
+from kvmesh.frontend.parsers.text import MAX_JSON_DEPTH, JsonScanner, MarkerFinder, is_json, quoted
 from tests.support.budget import examples
 
 values = st.recursive(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.parsers.tools.literals import json_of_literal
+from kvmesh.frontend.parsers.tools.literals import json_of_literal
 from tests.support.budget import examples
 
 values = st.recursive(

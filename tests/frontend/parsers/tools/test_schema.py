@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from frontend.parsers.events import CallArguments, CallBegun, Content, Tool
-from frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, named_schema, required_schema
-from frontend.parsers.tools.schema import ANY_TYPE, argument_types, typed
-from protocol.errors import InvalidRequestError
+from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Tool
+from kvmesh.frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, named_schema, required_schema
+from kvmesh.frontend.parsers.tools.schema import ANY_TYPE, argument_types, typed
+from kvmesh.protocol.errors import InvalidRequestError
 from tests.frontend.parsers.streams import call, run
 
 PLACE: dict[str, object] = {

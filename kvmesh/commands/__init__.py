@@ -1,0 +1,1 @@
+"""The commands of `kvmesh`, one module each."""

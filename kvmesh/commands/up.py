@@ -1,0 +1,144 @@
+"""Run `kvmesh up`: a mesh on this host until Ctrl-C."""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from kvmesh.cluster.config import ENV_PREFIX, ClusterConfig, UpConfig, load_cluster
+from kvmesh.cluster.running import Cluster, running_cluster
+from kvmesh.commands.welcome import RunningMesh, welcome
+from kvmesh.mesh.config import config_path, load
+from kvmesh.mesh.lifecycle import run
+from kvmesh.planner.config import ServiceConfig
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.config import with_engine_args
+
+PLANNER_FLAG = "--planner-"
+
+
+def main(argv: list[str]) -> int:
+    own, for_planner = split_flags(with_engine_args(argv))
+    config = load_cluster(own, os.environ)
+    console = Console(highlight=False)
+    config_file = config_path(own, os.environ, ENV_PREFIX)
+    planner = planner_config(config.up, for_planner, config_file)
+    return run(lambda stop: up(config, stop, console, config_file, planner))
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the flags: those of `up`, and those of its planner, where `--planner-max-gpus` becomes `--max-gpus`."""
+    own: list[str] = []
+    others: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        no, flag = ("--no-", word.replace("--no-", "--", 1)) if word.startswith("--no-planner-") else ("--", word)
+        if not flag.startswith(PLANNER_FLAG):
+            own.append(word)
+            continue
+        others.append(no + flag.removeprefix(PLANNER_FLAG))
+        if "=" not in word and words and not words[0].startswith("--"):
+            others.append(words.pop(0))
+    return own, others
+
+
+def planner_config(config: UpConfig, argv: Sequence[str], config_file: str) -> ServiceConfig | None:
+    """Return the planner's settings, None without a planner. Raises ConfigError."""
+    if not config.planner:
+        if argv:
+            raise ConfigError(f"{PLANNER_FLAG}{argv[0].removeprefix('--')} without a planner", hint="add --planner")
+        return None
+    if config.aggregated and config.prefill + config.decode:
+        raise ConfigError(
+            f"a planner scales prefill and decode workers, or aggregated ones: there are {config.prefill}, "
+            f"{config.decode} and {config.aggregated}",
+            hint="leave --aggregated out, or add --prefill 0 --decode 0",
+        )
+    file_flags = ["--config", config_file] if config_file else []
+    mode = "aggregated" if config.aggregated else "disaggregated"
+    planner = load(
+        ServiceConfig,
+        [*file_flags, *argv],
+        {"KVMESH_PLANNER_CONNECTOR": "local", "KVMESH_PLANNER_MODE": mode, **os.environ},
+        prefix="KVMESH_PLANNER_",
+        prog="kvmesh up --planner",
+        section="planner",
+        foreign=("KVMESH_PLANNER_EXPLAIN_",),
+    )
+    if planner.mode != mode:
+        raise ConfigError(
+            f"the planner is to size {planner.mode} workers, the mesh has {mode} ones", hint="leave --planner-mode out"
+        )
+    return planner
+
+
+async def up(
+    config: ClusterConfig,
+    stop: asyncio.Event,
+    console: Console,
+    config_file: str = "",
+    planner: ServiceConfig | None = None,
+) -> None:
+    started = time.monotonic()
+
+    def tell(line: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}", soft_wrap=True)
+
+    asked = config.up
+    check_counts(asked)
+    check_memory(config)
+    parts = {"prefill": asked.prefill, "decode": asked.decode, "aggregated": asked.aggregated}
+    tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
+    async with running_cluster(config, tell, config_file, planner) as cluster:
+        ready = asyncio.create_task(cluster.until_ready(tell), name="wait until ready")
+        stopping = asyncio.create_task(stop.wait(), name="wait for Ctrl-C")
+        failing = asyncio.create_task(cluster.supervisor.failed.wait(), name="wait for a failure")
+        try:
+            await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                show_how_to_use(cluster, console)
+                await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (ready, stopping, failing):
+                task.cancel()
+            await asyncio.wait({ready, stopping, failing})
+        if cluster.supervisor.failure is not None and not stop.is_set():
+            raise cluster.supervisor.failure
+        tell(f"draining: requests in progress have {asked.drain_timeout_s:g} s; Ctrl-C again stops at once")
+    tell("stopped")
+
+
+def check_counts(config: UpConfig) -> None:
+    """Raise ConfigError if no worker could ever answer."""
+    if config.decode + config.aggregated == 0:
+        raise ConfigError("no worker would decode", hint="set --decode or --aggregated to 1 or more")
+
+
+def check_memory(config: ClusterConfig) -> None:
+    """Raise ConfigError for a memory service that no worker would use."""
+    if not config.up.memory_gib:
+        return
+    if config.up.engine != "torch":
+        raise ConfigError(f"--memory-gib is for --engine torch, not for {config.up.engine}", hint="leave it out")
+    if config.worker.get("weights_service"):
+        raise ConfigError("--memory-gib starts a memory service, --weights-service names another", hint="leave one out")
+
+
+def show_how_to_use(cluster: Cluster, console: Console) -> None:
+    mesh = RunningMesh(
+        url=cluster.url,
+        model=cluster.model,
+        run_dir=cluster.run_dir,
+        control=cluster.control.removeprefix("unix:"),
+        frontend=cluster.frontend,
+        pids={card.name: card.pid for card in cluster.cards.values()},
+        mesh_url=cluster.mesh_url,
+        operator_tls=str(cluster.credentials.folder) if cluster.credentials is not None else "",
+        planner_record=cluster.planner_record,
+    )
+    console.print("\n[bold green]The mesh is up.[/bold green]  Ctrl-C stops it.\n", soft_wrap=True)
+    console.print(welcome(mesh) + "\n", soft_wrap=True, markup=False)
