@@ -55,7 +55,7 @@ demo: $(RUNTIME) ## start a mesh, send it real requests, show what happened (ARG
 	@exec $(PY) -m kvmesh demo $(ARGS)
 
 demo-planner: $(DEV) ## a load that triples and falls, and a planner that follows it (ARGS=--json)
-	@exec $(PY) -m kvmesh demo-planner $(ARGS)
+	@exec $(PY) -m kvmesh lab demo-planner $(ARGS)
 
 doctor: $(RUNTIME) ## check this machine and say what to do
 	@exec $(PY) -m kvmesh doctor $(ARGS)
@@ -82,14 +82,14 @@ test-vllm: $(VLLM) $(LMCACHE) ## the tests that run real vLLM on the CPU (ARGS='
 		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
 
 soak: $(DEV) ## 30 minutes of everything at once: memory, fds, threads, tasks and /dev/shm stay flat (ARGS='--seconds 600')
-	$(PY) -m kvmesh soak --png soak.png $(ARGS)
+	$(PY) -m kvmesh lab soak --png soak.png $(ARGS)
 
 test-faults: $(DEV) ## the fault machine's drills: without any one safeguard a mesh fails; some kinds alone (10 minutes)
 	KVMESH_TEST_FAULTS=1 $(PY) -m pytest --durations=5 tests/faults/test_drills.py $(ARGS)
 
 test-hosts: $(DEV) ## the tests on four hosts (network namespaces: root, iproute2, nftables, iptables, curl, etcd, nats-server)
 	KVMESH_TEST_HOSTS=1 $(PY) -m pytest --durations=5 tests/hosts $(ARGS)
-	$(PY) -m kvmesh cluster-check --json
+	$(PY) -m kvmesh lab cluster-check --json
 
 test-kube: $(DEV) ## discovery and planner against a real kube-apiserver (built once: root, apt, 15 minutes; then 3 minutes)
 	@$(or $(PYTHON),false) deploy/install_kube_apiserver.py

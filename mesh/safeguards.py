@@ -1,4 +1,4 @@
-"""Switch safeguards off, one at a time, to show that they are needed. For `kvmesh faults --without NAME` alone.
+"""Switch safeguards off, one at a time, to show that they are needed. For `kvmesh lab faults --without NAME` alone.
 
 The environment variable KVMESH_WITHOUT names them, comma-separated. It is read once, at import; code asks `is_off` at
 import or at start and keeps the answer, so that a request pays nothing.

@@ -164,7 +164,7 @@ def test_the_command_table_counts_as_imports(ours: list[Import]) -> None:
     of_the_command = {found.target for found in ours if found.importer == "kvmesh.__main__"}
     assert {
         "kvmesh.simulator.replay",
-        "kvmesh.benchmarks.__main__",
+        "kvmesh.lab.bench.__main__",
         "kvmesh.frontend.__main__",
         "kvmesh.workers.__main__",
     } <= of_the_command
@@ -219,7 +219,7 @@ def test_a_folder_is_imported_by_its_one_name() -> None:
     [
         ("kvmesh.frontend.service", "from kvmesh.router.service import LocalRouter"),
         ("kvmesh.commands.up", "import kvmesh.workers.config, kvmesh.frontend.config"),
-        ("kvmesh.benchmarks.load", "from kvmesh.cluster.running import running_cluster"),
+        ("kvmesh.lab.bench.load", "from kvmesh.cluster.running import running_cluster"),
         ("kvmesh.protocol.hashing", "import xxhash, msgspec, struct"),
         ("kvmesh.workers.engines.torch.executor", "import torch"),
         ("kvmesh.mesh.config", "from . import lifecycle"),

@@ -1,7 +1,7 @@
 """A chat model of 2 million weights, trained from text this repository owns, for demos and tests.
 
 `CHECKPOINT_DIR` is a Hugging Face folder (Qwen3 architecture, 4 MB): any engine that reads Qwen3 can serve it.
-`python -m kvmesh.cluster.tiny_model.make` makes it again. Importing this package loads nothing heavy.
+`python -m kvmesh.lab.tiny_model.make` makes it again. Importing this package loads nothing heavy.
 """
 
 from pathlib import Path

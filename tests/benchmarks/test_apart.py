@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmesh.benchmarks.apart import apart, run_apart
+from kvmesh.commands.bench.apart import apart, run_apart
 from kvmesh.protocol.errors import ConfigError, EngineError
 from tests.support.patience import PATIENCE_S
 from tests.support.scripted_server import ServerScript, scripted_server

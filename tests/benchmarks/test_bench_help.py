@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.benchmarks.__main__ import BENCHMARKS, main
+from kvmesh.lab.bench.__main__ import BENCHMARKS, main
 from kvmesh.protocol.errors import ConfigError
 
 

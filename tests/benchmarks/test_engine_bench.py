@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.benchmarks.__main__ import main
-from kvmesh.benchmarks.engine import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.lab.bench.__main__ import main
+from kvmesh.lab.bench.engine import (
     BARE,
     GOALS,
     KVMESH,
@@ -19,9 +20,8 @@ from kvmesh.benchmarks.engine import (
     other_python,
     report_of,
 )
-from kvmesh.benchmarks.engine_steps import SHAPES, StepModel
-from kvmesh.benchmarks.load import ClientWaits, LoadOutcome
-from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.lab.bench.engine_steps import SHAPES, StepModel
+from kvmesh.lab.bench.load import ClientWaits, LoadOutcome
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import KvLayout
 from kvmesh.workers.executor import ModelInfo

@@ -14,9 +14,10 @@ from rich.console import Console
 
 pytest.importorskip("torch")
 
-from kvmesh.benchmarks import engine_versus
-from kvmesh.benchmarks.engine_steps import PARTS, SHAPES, parts_of
-from kvmesh.benchmarks.engine_versus import (
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.lab.bench import engine_versus
+from kvmesh.lab.bench.engine_steps import PARTS, SHAPES, parts_of
+from kvmesh.lab.bench.engine_versus import (
     OURS,
     PYTHON,
     THEIRS,
@@ -35,7 +36,6 @@ from kvmesh.benchmarks.engine_versus import (
     step_model,
     write_checkpoint,
 )
-from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.protocol.errors import ConfigError, EngineError
 
 
@@ -157,7 +157,7 @@ def test_a_terminated_run_leaves_no_process_and_no_checkpoint(tmp_path: Path) ->
     stuck = tmp_path / "python"
     stuck.write_text("#!/bin/sh\necho $$ > $(dirname $0)/pid\nsleep 600 & wait\n")
     stuck.chmod(0o755)
-    command = ["kvmesh.benchmarks.engine", "versus", "--shape", str(CHECKPOINT_DIR), "--dtypes", "float32"]
+    command = ["kvmesh.lab.bench.engine", "versus", "--shape", str(CHECKPOINT_DIR), "--dtypes", "float32"]
     code = "import sys; from importlib import import_module as i; sys.exit(i(sys.argv.pop(1)).main(sys.argv[1:]))"
     environ = os.environ | {PYTHON: str(stuck), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code, *command], env=environ) as running:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.benchmarks.fidelity import (
+from kvmesh.lab.bench.fidelity import (
     BLOCK_SIZE,
     FidelityConfig,
     Sent,
@@ -14,7 +14,7 @@ from kvmesh.benchmarks.fidelity import (
     table_of,
     tokens_of,
 )
-from kvmesh.benchmarks.load import TimedAnswer
+from kvmesh.lab.bench.load import TimedAnswer
 from kvmesh.protocol.messages import Role
 from kvmesh.simulator import SimRequest, simulate
 from kvmesh.simulator.requests import thread_names

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.benchmarks.__main__ import main
-from kvmesh.benchmarks.frontend import GOALS, FrontendReport, quantile_ms
-from kvmesh.benchmarks.load import ClientLoad, LoadOutcome, TimedAnswer, drive, drive_in_turn, note_events
-from kvmesh.benchmarks.prompts import PromptMaker, load_tokenizer, make_prompts
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.commands.bench.prompts import PromptMaker, load_tokenizer, make_prompts
+from kvmesh.lab.bench.__main__ import main
+from kvmesh.lab.bench.frontend import GOALS, FrontendReport, quantile_ms
+from kvmesh.lab.bench.load import ClientLoad, LoadOutcome, TimedAnswer, drive, drive_in_turn, note_events
 from kvmesh.protocol.errors import ConfigError
 from tests.support.budget import examples
 

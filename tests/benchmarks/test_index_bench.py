@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvmesh.benchmarks import index as bench
-from kvmesh.benchmarks.__main__ import main
+from kvmesh.lab.bench import index as bench
+from kvmesh.lab.bench.__main__ import main
 from kvmesh.router.index import PrefixIndex
 
 

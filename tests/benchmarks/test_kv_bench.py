@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvmesh.benchmarks import kv, kv_engines
 from kvmesh.kvcache.tiers.store import Payload
+from kvmesh.lab.bench import kv, kv_engines
 from kvmesh.protocol.errors import ConfigError, EngineError
 
 SHORT = ["--isl-tokens", "64", "--rounds", "1", "--disk-mib", "64"]

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvmesh.benchmarks.kv_cost import compare, itl_cost, one_shot_cost
-from kvmesh.benchmarks.kv_engines import BenchedEngine, FreshPrompts, KvBenchConfig, running
+from kvmesh.lab.bench.kv_cost import compare, itl_cost, one_shot_cost
+from kvmesh.lab.bench.kv_engines import BenchedEngine, FreshPrompts, KvBenchConfig, running
 from kvmesh.workers.tiers import MIB, TierSettings
 
 

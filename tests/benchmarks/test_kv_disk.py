@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.benchmarks.kv_disk import FAULTS, corrupt, measure_shares
-from kvmesh.benchmarks.kv_shared import corrupt_shared
+from kvmesh.lab.bench.kv_disk import FAULTS, corrupt, measure_shares
+from kvmesh.lab.bench.kv_shared import corrupt_shared
 from kvmesh.protocol.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """Answers have to be equal token by token; in bfloat16 a token may be another one that is as likely."""
 
-from kvmesh.benchmarks.kv_judge import Answer, Judge
+from kvmesh.lab.bench.kv_judge import Answer, Judge
 
 TOP = ((7, -1.0), (8, -1.03), (9, -1.5))
 

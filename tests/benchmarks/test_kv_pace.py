@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvmesh.benchmarks.kv_engines import KvBenchConfig
-from kvmesh.benchmarks.kv_pace import LEAST_ROUNDS, MOST_ROUNDS, cost_isl_tokens, is_paced, paced, sized
+from kvmesh.lab.bench.kv_engines import KvBenchConfig
+from kvmesh.lab.bench.kv_pace import LEAST_ROUNDS, MOST_ROUNDS, cost_isl_tokens, is_paced, paced, sized
 from kvmesh.protocol.errors import ConfigError
 
 

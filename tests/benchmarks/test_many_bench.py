@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.benchmarks import many as bench
-from kvmesh.benchmarks.__main__ import main
-from kvmesh.benchmarks.many import IdleMesh, ManyConfig, ManyReport, mesh_specs
+from kvmesh.lab.bench import many as bench
+from kvmesh.lab.bench.__main__ import main
+from kvmesh.lab.bench.many import IdleMesh, ManyConfig, ManyReport, mesh_specs
 
 IDLE = IdleMesh(
     ready_s=1.0,

@@ -8,9 +8,9 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from kvmesh.benchmarks.__main__ import main
-from kvmesh.benchmarks.load import used_s
-from kvmesh.benchmarks.pairs import BASE, CHANGED, CONTROL, in_turn, ratio_of, settings_in
+from kvmesh.lab.bench.__main__ import main
+from kvmesh.lab.bench.load import used_s
+from kvmesh.lab.bench.pairs import BASE, CHANGED, CONTROL, in_turn, ratio_of, settings_in
 from kvmesh.protocol.errors import ConfigError
 
 SIDES = [BASE, CHANGED, CONTROL]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvmesh.benchmarks.__main__ import main
-from kvmesh.benchmarks.envoy import EnvoyPort, config_of, find_envoy, free_ports, running_envoy
-from kvmesh.benchmarks.picker import PickerConfig, report_of
+from kvmesh.lab.bench.__main__ import main
+from kvmesh.lab.bench.envoy import EnvoyPort, config_of, find_envoy, free_ports, running_envoy
+from kvmesh.lab.bench.picker import PickerConfig, report_of
 from kvmesh.protocol.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def test_ports_differ() -> None:
 
 
 def test_without_envoy_the_error_says_how_to_get_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.benchmarks.envoy.find_envoy", lambda: None)
+    monkeypatch.setattr("kvmesh.lab.bench.envoy.find_envoy", lambda: None)
     with pytest.raises(ConfigError, match="make test-envoy"), running_envoy(tmp_path, 1, []):
         pass
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.benchmarks import planner
-from kvmesh.benchmarks.planner import POLICIES
-from kvmesh.benchmarks.planner_loads import (
+from kvmesh.lab.bench import planner
+from kvmesh.lab.bench.planner import POLICIES
+from kvmesh.lab.bench.planner_loads import (
     JUDGING_SEEDS,
     LOADS,
     TUNING_SEEDS,
@@ -18,7 +18,7 @@ from kvmesh.benchmarks.planner_loads import (
     PlannerLoad,
     loads_of,
 )
-from kvmesh.benchmarks.planner_policies import (
+from kvmesh.lab.bench.planner_policies import (
     SEQUENCES_ITL_SHARE,
     ReferencePlanner,
     Setting,

@@ -1,4 +1,4 @@
-"""Pages and pictures of `kvmesh bench planner`."""
+"""Pages and pictures of `kvmesh lab bench planner`."""
 
 import re
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.benchmarks import planner
-from kvmesh.benchmarks.planner_pages import PageFolder, RunPage, file_name, page_of
-from kvmesh.benchmarks.planner_policies import fixed
-from kvmesh.benchmarks.planner_track import MOST_POINTS, Chart, ChartCurve, PlannerTrack, thinned
+from kvmesh.lab.bench import planner
+from kvmesh.lab.bench.planner_pages import PageFolder, RunPage, file_name, page_of
+from kvmesh.lab.bench.planner_policies import fixed
+from kvmesh.lab.bench.planner_track import MOST_POINTS, Chart, ChartCurve, PlannerTrack, thinned
 from kvmesh.planner.budget import Counts
 from kvmesh.planner.model import Observation, PeakForecast, RoleFleet, ScalingDecision, Traffic
 from kvmesh.simulator.report import PlannerChange

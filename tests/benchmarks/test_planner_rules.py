@@ -1,8 +1,8 @@
 """Published rules of other autoscalers, as policies."""
 
-from kvmesh.benchmarks.planner_loads import PlannerBenchConfig, loads_of
-from kvmesh.benchmarks.planner_policies import Setting
-from kvmesh.benchmarks.planner_rules import STABLE_S, hpa, keda, saturation_move
+from kvmesh.lab.bench.planner_loads import PlannerBenchConfig, loads_of
+from kvmesh.lab.bench.planner_policies import Setting
+from kvmesh.lab.bench.planner_rules import STABLE_S, hpa, keda, saturation_move
 from kvmesh.planner.model import Observation, RoleFleet, WorkerLoad
 from kvmesh.planner.sizing import Demand
 

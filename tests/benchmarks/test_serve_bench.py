@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.benchmarks.serve.aiperf import outcomes_of, records_of, rows_of
-from kvmesh.benchmarks.serve.checking import check_endpoints, missing, named_endpoints
-from kvmesh.benchmarks.serve.command import main
-from kvmesh.benchmarks.serve.config import ServeBenchConfig
-from kvmesh.benchmarks.serve.manifest import without_key
-from kvmesh.benchmarks.serve.results import LoadPoint
-from kvmesh.benchmarks.serve.sending import SendingPlan, SendingResult, drive
-from kvmesh.benchmarks.serve.texts import TextMaker, plain_words
-from kvmesh.benchmarks.serve.workload import BenchSession, BenchTurn, points_of, sessions_of
+from kvmesh.commands.bench.aiperf import outcomes_of, records_of, rows_of
+from kvmesh.commands.bench.checking import check_endpoints, missing, named_endpoints
+from kvmesh.commands.bench.command import main
+from kvmesh.commands.bench.config import ServeBenchConfig
+from kvmesh.commands.bench.manifest import without_key
+from kvmesh.commands.bench.results import LoadPoint
+from kvmesh.commands.bench.sending import SendingPlan, SendingResult, drive
+from kvmesh.commands.bench.texts import TextMaker, plain_words
+from kvmesh.commands.bench.workload import BenchSession, BenchTurn, points_of, sessions_of
 from kvmesh.protocol.errors import ConfigError
 from tests.support.scripted_server import ServerScript, scripted_server
 

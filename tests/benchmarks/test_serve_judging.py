@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from kvmesh.benchmarks.serve.judging import (
+from kvmesh.commands.bench.judging import (
     MeasuredRound,
     ServeSlo,
     completion_rate,
@@ -11,7 +11,7 @@ from kvmesh.benchmarks.serve.judging import (
     saturation_of,
     warnings_of,
 )
-from kvmesh.benchmarks.serve.results import GeneratorLoad, LoadPoint, PointKind, PointResult, RequestOutcome
+from kvmesh.commands.bench.results import GeneratorLoad, LoadPoint, PointKind, PointResult, RequestOutcome
 
 CALM = GeneratorLoad(
     cpu_share=0.1,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvmesh.benchmarks.serve.reading import MOST_EVENT_BYTES, StreamReading
+from kvmesh.commands.bench.reading import MOST_EVENT_BYTES, StreamReading
 from tests.support.scripted_server import chunk, event
 
 DONE = b"data: [DONE]\n\n"

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvmesh.benchmarks import soak, streams
-from kvmesh.benchmarks.__main__ import main
-from kvmesh.benchmarks.soak import SoakReport, make_requests
-from kvmesh.benchmarks.streams import OpenStream, StreamsReport, check_files, ending_tokens, shut_stream, until_held
+from kvmesh.lab.bench import soak, streams
+from kvmesh.lab.bench.__main__ import main
+from kvmesh.lab.bench.soak import SoakReport, make_requests
+from kvmesh.lab.bench.streams import OpenStream, StreamsReport, check_files, ending_tokens, shut_stream, until_held
 from kvmesh.protocol.errors import ConfigError, EngineError
 from tests.benchmarks.test_frontend_bench import DONE, END, ROLE, TOKEN, USAGE, chunked, plain, server
 from tests.support.patience import PATIENCE_S

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmesh.cluster.hosts.check import left_in_shared_memory
-from kvmesh.cluster.hosts.compare import transport_of
-from kvmesh.cluster.hosts.delay import MOST_FRAMES, HeldFrames
-from kvmesh.cluster.hosts.lab import why_not
-from kvmesh.cluster.hosts.mesh import HostsAnswer
-from kvmesh.cluster.hosts.report import (
+from kvmesh.lab.hosts import command as cluster_check
+from kvmesh.lab.hosts.check import left_in_shared_memory
+from kvmesh.lab.hosts.compare import transport_of
+from kvmesh.lab.hosts.delay import MOST_FRAMES, HeldFrames
+from kvmesh.lab.hosts.lab import why_not
+from kvmesh.lab.hosts.mesh import HostsAnswer
+from kvmesh.lab.hosts.report import (
     FaultResult,
     Measured,
     is_too_slow,
@@ -23,7 +24,6 @@ from kvmesh.cluster.hosts.report import (
     tried_again,
     wrong_tokens,
 )
-from kvmesh.commands import cluster_check
 from kvmesh.protocol.errors import ConfigError
 
 RIGHT = {1: ["a", "b", "c"]}

@@ -7,13 +7,13 @@ import random
 import pytest
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
-from kvmesh.cluster.tiny_model.chats import conversation
-from kvmesh.cluster.tiny_model.corpus import ANSWER, SPECIAL_TOKENS, all_documents, prose_documents, render
-from kvmesh.cluster.tiny_model.grammar import expand
-from kvmesh.cluster.tiny_model.tool_chats import offered, tool_conversation
-from kvmesh.cluster.tiny_model.tool_tasks import draw_task, same_purpose
 from kvmesh.frontend.parsers.tools import guess_tool_format
 from kvmesh.frontend.templates import ChatTemplate
+from kvmesh.lab.tiny_model.chats import conversation
+from kvmesh.lab.tiny_model.corpus import ANSWER, SPECIAL_TOKENS, all_documents, prose_documents, render
+from kvmesh.lab.tiny_model.grammar import expand
+from kvmesh.lab.tiny_model.tool_chats import offered, tool_conversation
+from kvmesh.lab.tiny_model.tool_tasks import draw_task, same_purpose
 from tests.support.budget import examples
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvmesh.commands.observability.exported import undeclared_names
 from kvmesh.frontend.errors import OUTCOMES
+from kvmesh.lab.observability.exported import undeclared_names
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "prometheus"

@@ -27,7 +27,7 @@ def model_and_tokenizer() -> tuple[Any, Any]:
 
 @cache
 def prompts() -> list[list[int]]:
-    from kvmesh.cluster.tiny_model.corpus import prose_documents
+    from kvmesh.lab.tiny_model.corpus import prose_documents
 
     _, tokenizer = model_and_tokenizer()
     text = tokenizer("".join(document.text for document in itertools.islice(prose_documents(seed=98), 20)))["input_ids"]

@@ -24,7 +24,7 @@ def expected() -> list[tuple[list[int], list[str]]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvmesh.cluster.tiny_model.corpus import prose_documents
+    from kvmesh.lab.tiny_model.corpus import prose_documents
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR, dtype=torch.float32).eval()

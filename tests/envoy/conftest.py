@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmesh.benchmarks.envoy import HOST, EnvoyPort, Mode, find_envoy, free_ports, running_envoy
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.lab.bench.envoy import HOST, EnvoyPort, Mode, find_envoy, free_ports, running_envoy
 from kvmesh.mesh.address import join_address
 from tests.support.patience import PATIENCE_S
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmesh.benchmarks.envoy import Mode
+from kvmesh.lab.bench.envoy import Mode
 from tests.envoy.conftest import LARGE, MODES, SMALL, GatewayMesh, until
 from tests.support.patience import PATIENCE_S
 

@@ -1,4 +1,4 @@
-"""Run `kvmesh faults` as a user would."""
+"""Run `kvmesh lab faults` as a user would."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """Many requests of all kinds while workers are killed and stalled at random: every answer is right, or fails loudly.
 
 One seed, so that two runs of one commit do the same: KVMESH_FAULT_SEED sets another, KVMESH_FAULT_ROUNDS makes it
-longer. `kvmesh faults` draws a seed of its own for each run.
+longer. `kvmesh lab faults` draws a seed of its own for each run.
 """
 
 import os

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.faults.drills import DRILLS
-from kvmesh.faults.kinds import DECODE, PREFILL, ROUTER
-from kvmesh.faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix, written
+from kvmesh.lab.faults.drills import DRILLS
+from kvmesh.lab.faults.kinds import DECODE, PREFILL, ROUTER
+from kvmesh.lab.faults.schedule import MeshShape, PlannedFault, Schedule, TrafficMix, written
 from kvmesh.mesh.safeguards import SAFEGUARDS
 from tests.faults.machine import MUST_BE_ZERO, counts, run_faults
 

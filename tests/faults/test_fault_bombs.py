@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvmesh.faults import bombs
+from kvmesh.lab.faults import bombs
 
 
 async def complaints_about(answer: Callable[[web.Request], Awaitable[web.Response]]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.faults.schedule import MeshShape, TrafficMix, plan, written
+from kvmesh.lab.faults.schedule import MeshShape, TrafficMix, plan, written
 from tests.faults.machine import MUST_BE_ZERO, counts, run_faults
 
 SMALL = MeshShape(frontends=2, routers=1, prefill=1, decode=2, etcd=False, nats=False)

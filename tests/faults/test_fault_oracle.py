@@ -5,13 +5,22 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvmesh.faults.clients import note_body, note_event
-from kvmesh.faults.oracle import Answered, Oracle, Verdict
-from kvmesh.faults.recovery import Happened, hits_of, is_excused, percentile, recovery_of, stopped_s, story, usual_waits
-from kvmesh.faults.run import unprovoked
-from kvmesh.faults.schedule import PlannedFault
-from kvmesh.faults.traffic import SHAPES, Ask, ask
-from kvmesh.faults.weights import ROLLED_OUT
+from kvmesh.lab.faults.clients import note_body, note_event
+from kvmesh.lab.faults.oracle import Answered, Oracle, Verdict
+from kvmesh.lab.faults.recovery import (
+    Happened,
+    hits_of,
+    is_excused,
+    percentile,
+    recovery_of,
+    stopped_s,
+    story,
+    usual_waits,
+)
+from kvmesh.lab.faults.run import unprovoked
+from kvmesh.lab.faults.schedule import PlannedFault
+from kvmesh.lab.faults.traffic import SHAPES, Ask, ask
+from kvmesh.lab.faults.weights import ROLLED_OUT
 from kvmesh.protocol.errors import ConfigError
 
 ORACLE = Oracle(lambda token: f"<{token}>", {})

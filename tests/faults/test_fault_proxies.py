@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq
 
-from kvmesh.faults.proxies import TroubledProxy, Weather
-from kvmesh.faults.zmtp import EventTrouble, Piece, TroubledMessages, ZmtpCutter, frames_of, message_of
+from kvmesh.lab.faults.proxies import TroubledProxy, Weather
+from kvmesh.lab.faults.zmtp import EventTrouble, Piece, TroubledMessages, ZmtpCutter, frames_of, message_of
 from tests.support.patience import PATIENCE_S
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"

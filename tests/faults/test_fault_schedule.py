@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.faults.kinds import KINDS, SHARED, FaultKind
-from kvmesh.faults.schedule import MeshShape, counts_of, plan, read_schedule, written
+from kvmesh.lab.faults.kinds import KINDS, SHARED, FaultKind
+from kvmesh.lab.faults.schedule import MeshShape, counts_of, plan, read_schedule, written
 from kvmesh.protocol.errors import ConfigError
 
 SEEDS = range(1, 11)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
-from kvmesh.faults.weights import (
+from kvmesh.lab.faults.weights import (
     ORIGINAL,
     OVERWRITTEN,
     ROLLED_OUT,

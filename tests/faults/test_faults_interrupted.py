@@ -1,4 +1,4 @@
-"""An interrupted `kvmesh faults` leaves no process: neither its servers nor one that a fault has stopped."""
+"""An interrupted `kvmesh lab faults` leaves no process: neither its servers nor one that a fault has stopped."""
 
 import os
 import signal

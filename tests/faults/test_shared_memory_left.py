@@ -9,16 +9,16 @@ from uuid import uuid4
 
 import pytest
 
-from kvmesh.cluster.hosts.check import left_in_shared_memory
-from kvmesh.faults.quiet import left_on_machine
+from kvmesh.lab.faults.quiet import left_on_machine
+from kvmesh.lab.hosts.check import left_in_shared_memory
 
 SHM = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="there is no /dev/shm")
 PRIVATE = """
 import os, sys
 from pathlib import Path
-from kvmesh.faults.quiet import left_on_machine
-from kvmesh.faults.room import PrivateRoom
+from kvmesh.lab.faults.quiet import left_on_machine
+from kvmesh.lab.faults.room import PrivateRoom
 room = PrivateRoom(Path(sys.argv[1]))
 if not room.has_shared_memory:
     sys.exit("a /dev/shm of its own needs root")

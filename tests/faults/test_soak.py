@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.faults.growth import GROWTH, MOST_GC_PAUSE_MS, SizeSample, life_of, line_slope
-from kvmesh.faults.report import FaultsReport
-from kvmesh.faults.soak import draw, mapped_shm, read_sizes, soak_report, soak_schedule
+from kvmesh.lab.faults.growth import GROWTH, MOST_GC_PAUSE_MS, SizeSample, life_of, line_slope
+from kvmesh.lab.faults.report import FaultsReport
+from kvmesh.lab.faults.soak import draw, mapped_shm, read_sizes, soak_report, soak_schedule
 
 HOUR_S = 3600.0
 NUMBERS = {
@@ -88,7 +88,7 @@ def test_a_long_pause_for_garbage_is_a_problem() -> None:
 def test_pauses_for_garbage_are_measured_but_not_the_first_settle() -> None:
     script = """
 import gc
-from kvmesh.faults.inside import GarbagePauses
+from kvmesh.lab.faults.inside import GarbagePauses
 from kvmesh.mesh.lifecycle import settle
 kept = [[] for _ in range(200_000)]
 pauses = GarbagePauses()
@@ -105,7 +105,7 @@ assert first_s == 0.0 and pauses.longest_s > 0.0, (first_s, pauses.longest_s)
 
 
 def test_the_collection_at_exit_is_measured_without_an_error() -> None:
-    script = "from kvmesh.faults.inside import GarbagePauses; pauses = GarbagePauses()"
+    script = "from kvmesh.lab.faults.inside import GarbagePauses; pauses = GarbagePauses()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

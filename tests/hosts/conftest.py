@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmesh.cluster.hosts.lab import lab, why_not
-from kvmesh.cluster.hosts.mesh import SERVERS, HostsMesh
+from kvmesh.lab.hosts.lab import lab, why_not
+from kvmesh.lab.hosts.mesh import SERVERS, HostsMesh
 
 
 @pytest.fixture(scope="session")

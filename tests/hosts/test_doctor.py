@@ -5,7 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
-from kvmesh.cluster.hosts.mesh import HostsMesh
+from kvmesh.lab.hosts.mesh import HostsMesh
 
 SERVICES = {"decode-0", "decode-1", "prefill-0", "router-0", "router-1"}
 

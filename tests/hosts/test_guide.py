@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cluster.hosts.lab import HostProcess, Lab, LabError, lab, why_not
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.lab.hosts.lab import HostProcess, Lab, LabError, lab, why_not
 from tests.support.guide import commands_of
 from tests.support.patience import PATIENCE_S
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvmesh.cluster.hosts.mesh import BLOCK_SIZE, PREFILL_PORT, HostsMesh
+from kvmesh.lab.hosts.mesh import BLOCK_SIZE, PREFILL_PORT, HostsMesh
 
 PROMPTS = range(1, 9)
 KV_BYTES_PER_PROMPT = 622_592  # 304 tokens' blocks of the tiny model

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cluster.hosts.lab import Lab, LabError, LabHost, lab, why_not
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.lab.hosts.lab import Lab, LabError, LabHost, lab, why_not
 from tests.support.fake_slurm import Node, write_fake_slurm
 from tests.support.patience import PATIENCE_S
 

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvmesh.commands.demo_planner import DemoPlannerConfig, DemoRequest, arrivals, judge, quantile, rate_at, take_chunk
-from kvmesh.commands.demo_planner_page import Event, Point, Report, page, write_png
+from kvmesh.lab.demo_planner import DemoPlannerConfig, DemoRequest, arrivals, judge, quantile, rate_at, take_chunk
+from kvmesh.lab.demo_planner_page import Event, Point, Report, page, write_png
 from kvmesh.planner.connectors.connector import Applied
 from kvmesh.planner.model import Action, Flip, Reason, ScalingDecision
 from kvmesh.planner.record import Record

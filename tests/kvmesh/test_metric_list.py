@@ -7,7 +7,7 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvmesh.commands.observability.write import ROOT, outdated
+from kvmesh.lab.observability.write import ROOT, outdated
 from kvmesh.mesh.measure import AtScrape, Reading, bounded, counter, gauge
 from kvmesh.mesh.metric_list import DECLARED, GROUPS, LABELS, OTHER, metric_of
 from tests.test_import_order import MAY_USE
@@ -24,7 +24,7 @@ for family in REGISTRY.collect():
 
 
 def test_generated_files_are_what_the_list_says() -> None:
-    assert outdated() == [], "run `kvmesh metrics-docs`"
+    assert outdated() == [], "run `kvmesh lab metrics-docs`"
 
 
 def test_every_metric_that_a_service_makes_is_declared_and_the_other_way_round() -> None:

@@ -9,12 +9,12 @@ import sys
 import pytest
 import yaml
 
-from kvmesh.commands.observability.dashboards import DASHBOARDS, dashboard_files, panel_queries
-from kvmesh.commands.observability.exported import exported, undeclared_names
-from kvmesh.commands.observability.named_faults import FAULTS
-from kvmesh.commands.observability.prometheus import prometheus_program
-from kvmesh.commands.observability.scaled_rules import alert_names, duration_ms, scaled_expression, scaled_rules
-from kvmesh.commands.observability.write import ROOT, RULES
+from kvmesh.lab.observability.dashboards import DASHBOARDS, dashboard_files, panel_queries
+from kvmesh.lab.observability.exported import exported, undeclared_names
+from kvmesh.lab.observability.named_faults import FAULTS
+from kvmesh.lab.observability.prometheus import prometheus_program
+from kvmesh.lab.observability.scaled_rules import alert_names, duration_ms, scaled_expression, scaled_rules
+from kvmesh.lab.observability.write import ROOT, RULES
 
 RULES_TEXT = (ROOT / RULES).read_text(encoding="utf-8")
 LIVE_S = 560.0

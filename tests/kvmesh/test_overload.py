@@ -1,4 +1,4 @@
-"""The loads of `kvmesh overload`, and what it makes of the answers."""
+"""The loads of `kvmesh lab overload`, and what it makes of the answers."""
 
 import json
 from itertools import pairwise
@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from kvmesh.commands.overload.client import LoadAnswer
-from kvmesh.commands.overload.command import OverloadConfig, loads_of, measure, simulated_of
-from kvmesh.commands.overload.report import (
+from kvmesh.lab.overload.client import LoadAnswer
+from kvmesh.lab.overload.command import OverloadConfig, loads_of, measure, simulated_of
+from kvmesh.lab.overload.report import (
     MeasuredCapacity,
     NormalAnswers,
     capacity_of,
@@ -18,7 +18,7 @@ from kvmesh.commands.overload.report import (
     phase_numbers,
     quantile,
 )
-from kvmesh.commands.overload.shapes import (
+from kvmesh.lab.overload.shapes import (
     SHAPES,
     SHARED_TOKENS,
     PlannedRequest,
@@ -29,7 +29,7 @@ from kvmesh.commands.overload.shapes import (
     samples,
     written,
 )
-from kvmesh.commands.overload.simulated import SimulatedMesh
+from kvmesh.lab.overload.simulated import SimulatedMesh
 from kvmesh.protocol.errors import ConfigError
 
 NORMAL = NormalAnswers(0.2, 1)

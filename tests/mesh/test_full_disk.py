@@ -11,7 +11,7 @@ SCRIPT = """
 import asyncio, sys
 from contextlib import suppress
 from pathlib import Path
-from kvmesh.faults.room import PrivateRoom
+from kvmesh.lab.faults.room import PrivateRoom
 from kvmesh.mesh.discovery.file import FileDiscovery
 
 folder = Path(sys.argv[1])

@@ -18,7 +18,7 @@ ON_A_FULL_DISK = """
 import asyncio, json, sys
 from contextlib import suppress
 from pathlib import Path
-from kvmesh.faults.room import PrivateRoom
+from kvmesh.lab.faults.room import PrivateRoom
 from kvmesh.mesh.line_file import LineFile
 
 folder = Path(sys.argv[1])

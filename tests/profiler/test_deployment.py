@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvmesh.benchmarks.engine_steps import SHAPES
+from kvmesh.lab.bench.engine_steps import SHAPES
 from kvmesh.mesh.config import load
 from kvmesh.planner.config import ServiceConfig
 from kvmesh.profiler.__main__ import main

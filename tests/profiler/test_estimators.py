@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.benchmarks.engine_steps import SHAPES
+from kvmesh.lab.bench.engine_steps import SHAPES
 from kvmesh.profiler.aiconfigurator import AiConfigurator
 from kvmesh.profiler.commands.estimate import EstimateConfig, main, open_estimator
 from kvmesh.profiler.estimate import Estimator, estimate_profile

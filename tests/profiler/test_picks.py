@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvmesh.benchmarks.engine_steps import SHAPES
+from kvmesh.lab.bench.engine_steps import SHAPES
 from kvmesh.planner.budget import counted_gpus
 from kvmesh.planner.sizing import Demand, Slo, decode_need, prefill_need
 from kvmesh.profiler.estimate import estimate_profile

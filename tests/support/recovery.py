@@ -1,6 +1,6 @@
 """Set how long a test leaves a recovery.
 
-Sharp times belong in `kvmesh faults` and benches, because a shared machine stands still.
+Sharp times belong in `kvmesh lab faults` and benches, because a shared machine stands still.
 
 The recovery takes up to 3 s on a machine that has time. Where the test can, it makes the slow way as slow as WITHOUT_S,
 so that a missing safeguard is told apart from a busy machine.

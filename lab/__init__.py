@@ -1,0 +1,1 @@
+"""The laboratory: measure the parts of kvmesh, and break a whole mesh. It is not in the wheel."""

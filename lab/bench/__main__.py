@@ -1,0 +1,56 @@
+"""Run `kvmesh bench <benchmark>`: measure one part."""
+
+import importlib
+import signal
+import sys
+
+from kvmesh.mesh.lifecycle import run_command
+from kvmesh.protocol.errors import ConfigError
+
+BENCHMARKS = {
+    "serve": (
+        "kvmesh.commands.bench.command",
+        "any OpenAI endpoint as its users see it: TTFT, ITL, goodput, saturation",
+    ),
+    "frontend": ("kvmesh.lab.bench.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
+    "streams": ("kvmesh.lab.bench.streams", "CPU and memory of streams that are open and idle"),
+    "soak": ("kvmesh.lab.bench.soak", "does the frontend's memory grow with the requests that it has answered?"),
+    "pairs": ("kvmesh.lab.bench.pairs", "two settings of the frontend in pairs: CPU for a request, by ratio"),
+    "many": ("kvmesh.lab.bench.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
+    "live": ("kvmesh.lab.bench.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
+    "picker": ("kvmesh.lab.bench.picker", "what an endpoint picker adds to a request through a real Envoy"),
+    "index": ("kvmesh.lab.bench.index", "the prefix index: time of an event and of a lookup, memory"),
+    "engine": ("kvmesh.lab.bench.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
+    "kv": ("kvmesh.lab.bench.kv", "KV in host memory: speed of what comes back, cost for what never does"),
+    "memory": ("kvmesh.lab.bench.memory", "weights shared by the workers of a host: start, memory, sleep, kills"),
+    "planner": ("kvmesh.lab.bench.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
+    "fidelity": ("kvmesh.lab.bench.fidelity", "a live run of mock workers against its simulation"),
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] not in BENCHMARKS:
+        raise ConfigError(f"no benchmark {argv[0]!r}", hint=f"there are: {', '.join(BENCHMARKS)}")
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return int(importlib.import_module(BENCHMARKS[argv[0]][0]).main(argv[1:]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    """End as for an exception, so that a benchmark ends what it has started."""
+    sys.exit(128 + number)
+
+
+def usage() -> str:
+    lines = [f"  {name:<10} {text}" for name, (_, text) in BENCHMARKS.items()]
+    head = "usage: kvmesh bench <benchmark> [options]; `kvmesh bench <benchmark> --help` lists them"
+    return "\n".join([head, "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("bench", main, sys.argv[1:]))
