@@ -1,4 +1,4 @@
-"""Run `kvmesh lab demo-planner`: a mesh of processes under a load that triples and falls, and a planner that follows it.
+"""Run `kvmesh lab demo-planner`: a mesh of processes under a load that triples and falls, and a planner.
 
 Soon after the fall a short burst comes. The planner has kept the workers of the peak for such a return, so it orders
 none.

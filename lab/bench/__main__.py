@@ -1,17 +1,13 @@
-"""Run `kvmesh bench <benchmark>`: measure one part."""
+"""Run `kvmesh lab bench <benchmark>`: measure one part."""
 
 import importlib
-import signal
 import sys
 
+from kvmesh.commands.bench.ending import ended_by_sigterm
 from kvmesh.mesh.lifecycle import run_command
 from kvmesh.protocol.errors import ConfigError
 
 BENCHMARKS = {
-    "serve": (
-        "kvmesh.commands.bench.command",
-        "any OpenAI endpoint as its users see it: TTFT, ITL, goodput, saturation",
-    ),
     "frontend": ("kvmesh.lab.bench.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
     "streams": ("kvmesh.lab.bench.streams", "CPU and memory of streams that are open and idle"),
     "soak": ("kvmesh.lab.bench.soak", "does the frontend's memory grow with the requests that it has answered?"),
@@ -34,21 +30,13 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] not in BENCHMARKS:
         raise ConfigError(f"no benchmark {argv[0]!r}", hint=f"there are: {', '.join(BENCHMARKS)}")
-    before = signal.signal(signal.SIGTERM, _end)
-    try:
+    with ended_by_sigterm():
         return int(importlib.import_module(BENCHMARKS[argv[0]][0]).main(argv[1:]))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _end(number: int, _: object) -> None:
-    """End as for an exception, so that a benchmark ends what it has started."""
-    sys.exit(128 + number)
 
 
 def usage() -> str:
     lines = [f"  {name:<10} {text}" for name, (_, text) in BENCHMARKS.items()]
-    head = "usage: kvmesh bench <benchmark> [options]; `kvmesh bench <benchmark> --help` lists them"
+    head = "usage: kvmesh lab bench <benchmark> [options]; `... <benchmark> --help` lists them"
     return "\n".join([head, "", *lines])
 
 

@@ -34,9 +34,10 @@ from kvmesh.cluster.config import ClusterConfig, UpConfig, served_name
 from kvmesh.cluster.running import Cluster, running_cluster
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.prompts import load_tokenizer, make_prompts
 from kvmesh.lab.bench import engine_steps, engine_versus
-from kvmesh.lab.bench.frontend import cpu_name, quantile_ms
+from kvmesh.lab.bench.frontend import quantile_ms
 from kvmesh.lab.bench.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
 from kvmesh.mesh.config import load as load_config
 from kvmesh.protocol.errors import ConfigError, EngineError
@@ -140,8 +141,8 @@ def other_python(environ: Mapping[str, str], has_vllm: bool) -> str:
         return python
     raise ConfigError(
         "there is no vLLM to compare with in this Python",
-        hint=f"`make .venv-vllm/.installed` installs it for the CPU (3.5 GB); then {PYTHON}=.venv-vllm/bin/python "
-        "kvmesh lab bench engine. For a GPU: pip install vllm beside kvmesh. `kvmesh lab bench engine steps` needs none",
+        hint=f"`make .venv-vllm/.installed` installs it for the CPU (3.5 GB); then {PYTHON}=.venv-vllm/bin/python kvmesh lab bench "
+        "engine. For a GPU: pip install vllm beside kvmesh. `kvmesh lab bench engine steps` needs none",
     )
 
 

@@ -9,12 +9,10 @@ words. Sampling is the default, and all answers have their full length.
 import asyncio
 import json
 import os
-import platform
 import statistics
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -26,6 +24,7 @@ from kvmesh.cluster.config import ClusterConfig, ClusterTls, UpConfig
 from kvmesh.cluster.running import running_cluster
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.prompts import load_tokenizer, make_prompts
 from kvmesh.lab.bench.load import ClientLoad, LoadOutcome, rss_mib, run_load, trees
 from kvmesh.mesh.config import load as load_config
@@ -333,15 +332,6 @@ def said(outcome: LoadOutcome) -> str:
     parts.append(f"{outcome.others_s / outcome.wall_s:.2f} cores busy with other programs")
     failures = [f"\n  failed: {failure}" for failure in outcome.failures[:SHOWN_FAILURES]]
     return ", ".join(parts) + "".join(failures)
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def table_of(report: FrontendReport) -> Table:

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
-from kvmesh.lab.bench.frontend import cpu_name
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.lab.bench.load import ClientLoad, cpu_s, rss_mib, trees, used_cpu
 from kvmesh.mesh.config import load as load_config
 from kvmesh.mesh.discovery import Put, open_discovery

@@ -27,6 +27,7 @@ from kvmesh.cluster.config import ClusterConfig, load_cluster
 from kvmesh.cluster.running import running_cluster
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.prompts import load_tokenizer, make_prompts
 from kvmesh.lab.bench.frontend import (
     BURST,
@@ -37,7 +38,6 @@ from kvmesh.lab.bench.frontend import (
     body_of,
     burst_mesh,
     check_named,
-    cpu_name,
 )
 from kvmesh.lab.bench.load import ClientLoad, ClientSlot, answers_to, failure_of, request_bytes, used_cpu
 from kvmesh.mesh.config import load as load_config

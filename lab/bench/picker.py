@@ -27,8 +27,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.lab.bench.envoy import HOST, EnvoyPort, Mode, free_ports, running_envoy
-from kvmesh.lab.bench.frontend import cpu_name
 from kvmesh.mesh.config import load as load_config
 from kvmesh.mesh.discovery import open_discovery
 from kvmesh.protocol.errors import EngineError

@@ -28,8 +28,9 @@ from kvmesh.cluster.config import ClusterConfig, UpConfig
 from kvmesh.cluster.running import running_cluster
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.prompts import COMMON_WORDS
-from kvmesh.lab.bench.frontend import SHOWN_FAILURES, cpu_name
+from kvmesh.lab.bench.frontend import SHOWN_FAILURES
 from kvmesh.lab.bench.load import ClientConnection, TimedAnswer, failure_of, request_bytes, rss_mib, trees
 from kvmesh.lab.bench.streams import body_of, until_held
 from kvmesh.mesh.config import load as load_config

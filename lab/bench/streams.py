@@ -29,8 +29,9 @@ from kvmesh.cluster.config import ClusterConfig, UpConfig
 from kvmesh.cluster.running import Cluster, running_cluster
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.prompts import PromptMaker, load_tokenizer
-from kvmesh.lab.bench.frontend import SHOWN_FAILURES, cpu_name
+from kvmesh.lab.bench.frontend import SHOWN_FAILURES
 from kvmesh.lab.bench.load import (
     ClientConnection,
     ClientLoad,

@@ -1,4 +1,4 @@
-"""Run `kvmesh lab faults`: a real mesh under a seeded schedule of faults, judged by an oracle that knows every token."""
+"""Run `kvmesh lab faults`: a mesh under a seeded schedule of faults, judged by an oracle that knows every token."""
 
 import asyncio
 import os

@@ -53,9 +53,8 @@ class FaultsMesh:
         self._seed = seed
         self._without = without
         self.ended: list[str] = []  # processes that ended, oldest first: what the supervisor says of each
-        self.expired_until_s: dict[
-            str, float
-        ] = {}  # when a process may still start with a certificate that has expired
+        # When a process may still start with a certificate that has expired.
+        self.expired_until_s: dict[str, float] = {}
         self.supervisor = Supervisor(self.logs, self._on_line)
         self.names = [name for role in (ROUTER, PREFILL, DECODE, FRONTEND) for name in self.of_role(role)]
         self.models = {

@@ -6,7 +6,7 @@ from kvmesh.mesh.metric_list import GROUPS, LABELS, OTHER, PROCESS_LABELS, Decla
 
 _HEAD = f"""# Metrics
 
-Written by `kvmesh lab metrics-docs` from `mesh/metric_list.py`; a test proves that both are the same. How to use them is in
+Written by `kvmesh lab metrics-docs` from `mesh/metric_list.py`; a test proves that both are the same. How to use them:
 [observability.md](observability.md).
 
 Every process answers `GET /metrics` in Prometheus' text format: frontends and routers on their HTTP port, workers and

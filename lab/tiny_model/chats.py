@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal, NotRequired, TypedDict
 
-from kvmesh.cluster.tiny_model import words
+from kvmesh.lab.tiny_model import words
 from kvmesh.lab.tiny_model.explanations import EVERYDAY, MESH, MESH_NAMES
 from kvmesh.lab.tiny_model.grammar import and_list, capitalized, expand, paragraph
 from kvmesh.lab.tiny_model.stories import Story, at, draw_name, draw_world, tell

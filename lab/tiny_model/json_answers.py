@@ -3,7 +3,7 @@
 
 import random
 
-from kvmesh.cluster.tiny_model import words
+from kvmesh.lab.tiny_model import words
 from kvmesh.lab.tiny_model.chats import ChatMessage, Turn, small_fact, turn_messages
 from kvmesh.lab.tiny_model.grammar import and_list, expand
 from kvmesh.lab.tiny_model.tool_tasks import (

@@ -4,7 +4,7 @@
 import random
 from dataclasses import dataclass, field
 
-from kvmesh.cluster.tiny_model import words
+from kvmesh.lab.tiny_model import words
 from kvmesh.lab.tiny_model.grammar import capitalized, expand, paragraph
 
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvmesh.cluster.tiny_model import words
+from kvmesh.lab.tiny_model import words
 from kvmesh.lab.tiny_model.grammar import and_list, capitalized, expand
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]

@@ -1,4 +1,4 @@
-"""Tests of the help of `kvmesh bench` and of each benchmark."""
+"""Tests of the help of `kvmesh lab bench` and of each benchmark."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_each_benchmark_says_what_it_measures(argv: list[str], capsys: pytest.Ca
         main([*argv, "--help"])
     assert ended.value.code == 0
     usage, description, *_ = capsys.readouterr().out.split("\n\n")
-    assert usage == f"usage: kvmesh bench {' '.join(argv)} [options]"
+    assert usage == f"usage: kvmesh lab bench {' '.join(argv)} [options]"
     assert len(description) > 80
 
 

@@ -5,6 +5,14 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+from kvmesh.__main__ import COMMANDS, GROUPS, OF_LABORATORY, usage
+from kvmesh.commands import laboratory
+from kvmesh.commands.bench import parts
+from kvmesh.lab import commands as lab
+from kvmesh.protocol.errors import ConfigError
+
 
 def test_a_reader_that_leaves_ends_a_command_in_silence() -> None:
     read_end, write_end = os.pipe()
@@ -27,3 +35,39 @@ def test_an_unknown_command_is_named_with_those_that_exist() -> None:
     assert command.returncode == 2
     assert "no command 'serve'" in command.stderr
     assert "  up " in command.stderr
+
+
+def test_the_help_lists_what_people_use_in_three_groups() -> None:
+    listed = [name for group in GROUPS.values() for name in group]
+    assert (len(GROUPS), len(listed)) == (3, 16)
+    assert all(f"  {name} " in usage() for name in listed)
+    assert all(f"  {name} " in usage(with_seldom=True) for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", OF_LABORATORY)
+def test_an_earlier_spelling_leads_to_the_laboratory(name: str) -> None:
+    command = [sys.executable, "-m", "kvmesh", name, "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.startswith(f"usage: kvmesh lab {name}")
+
+
+def test_an_earlier_spelling_of_a_benchmark_leads_to_the_laboratory(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parts.main(["index", "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: kvmesh lab bench index")
+
+
+def test_a_wheel_says_that_it_has_no_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="clone the repository"):
+        laboratory.main(["faults"])
+
+
+def test_the_laboratory_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lab.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in lab.COMMANDS)
+    with pytest.raises(ConfigError, match="there are: bench, faults"):
+        lab.main(["fault"])

@@ -14,8 +14,8 @@ import msgspec
 import psutil
 
 from kvmesh.commands.bench.config import ServeBenchConfig
+from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.results import SCHEMA, Manifest
-from kvmesh.lab.bench.frontend import cpu_name
 from kvmesh.protocol.version import RELEASE
 
 PACKAGES = ("httptools", "msgspec", "numpy", "tokenizers", "uvloop")
