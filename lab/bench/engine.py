@@ -141,8 +141,9 @@ def other_python(environ: Mapping[str, str], has_vllm: bool) -> str:
         return python
     raise ConfigError(
         "there is no vLLM to compare with in this Python",
-        hint=f"`make .venv-vllm/.installed` installs it for the CPU (3.5 GB); then {PYTHON}=.venv-vllm/bin/python kvmesh lab bench "
-        "engine. For a GPU: pip install vllm beside kvmesh. `kvmesh lab bench engine steps` needs none",
+        hint=f"`make .venv-vllm/.installed` installs it for the CPU (3.5 GB); then {PYTHON}=.venv-vllm/bin/python "
+        "kvmesh lab bench engine. For a GPU: pip install vllm beside kvmesh. `kvmesh lab bench engine steps` needs "
+        "none",
     )
 
 

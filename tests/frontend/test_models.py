@@ -149,7 +149,7 @@ async def test_a_model_that_cannot_be_loaded_is_not_ready_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RETRY_S", "RELOAD_S"):
-        monkeypatch.setattr(f"frontend.models.{name}", 0.0)
+        monkeypatch.setattr(f"kvmesh.frontend.models.{name}", 0.0)
     registry = ModelRegistry()
     card = tiny.card("a", path=tiny.save_model(tmp_path))
     tokenizer = (tmp_path / "tokenizer.json").read_text()
