@@ -44,7 +44,8 @@ class Service:
             environ["KVMESH_ROUTER_ADVERTISE_HOST"] = "127.0.0.1"
         own = {flag: text for flag, text in here.items() if flag in flags}
         self.flags, self.environ = flags | own, environ
-        program = [sys.executable, *container["command"][1:], *(f"{flag}={text}" for flag, text in self.flags.items())]
+        program = [sys.executable, "-m", *container["command"]]  # `kvmesh worker` is `python -m kvmesh worker`
+        program += [f"{flag}={text}" for flag, text in self.flags.items()]
         self.process = psutil.Popen(program, env=os.environ | environ, stdin=subprocess.DEVNULL)
 
     def port(self, flag: str) -> int:

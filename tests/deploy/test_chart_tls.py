@@ -35,7 +35,7 @@ ROLES = {
     "frontend": MeshRole.FRONTEND,
     "router": MeshRole.ROUTER,
     "planner": MeshRole.PLANNER,
-    "workers": MeshRole.WORKER,
+    "worker": MeshRole.WORKER,
 }
 
 
