@@ -167,7 +167,7 @@ def test_a_restarted_planner_continues_from_the_fleet(tmp_path: Path) -> None:
         with steady_load(mesh, 8, tokens=40):
             until(lambda: control.count("decode") > 1, what="a second decode worker")
             before = control.count("decode")
-            [planner] = [p for p in mesh.processes() if p.cmdline()[1:3] == ["-m", "kvmesh.planner"]]
+            [planner] = [p for p in mesh.processes() if p.cmdline()[1:4] == ["-P", "-m", "kvmesh.planner"]]
             records = len(read_records(tmp_path / "planner.jsonl", 1000))
             os.kill(planner.pid, signal.SIGKILL)
             until(lambda: len(read_records(tmp_path / "planner.jsonl", 1000)) > records + 3, what="the next planner")
