@@ -177,7 +177,7 @@ class RunningSide:
 
 
 def _root() -> Path:
-    return Path(__file__).absolute().parents[2]
+    return Path(__file__).absolute().parents[3]
 
 
 def room_gib(model: StepModel, isl_tokens: int) -> int:

@@ -15,7 +15,7 @@ import yaml
 
 from kvmesh.protocol.errors import ConfigError, EngineError
 
-ROOT = Path(__file__).absolute().parents[2]
+ROOT = Path(__file__).absolute().parents[3]
 START_S = 30.0
 EXTENSIONS = "type.googleapis.com/envoy.extensions"
 HOST = "127.0.0.1"
