@@ -173,23 +173,24 @@ async def test_a_worker_that_stops_gives_up_a_wake() -> None:
         await waking
 
 
-def private_bytes() -> int:
-    return 1024 * sum(map(int, re.findall(r"^Private_Dirty:\s+(\d+)", Path("/proc/self/smaps").read_text(), re.M)))
+def resident_bytes() -> int:
+    """Pages in memory, private or shared with a child: a child that ends makes shared pages private."""
+    return 1024 * int(re.findall(r"^Rss:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(), re.M)[0])
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads /proc")
 async def test_asleep_a_torch_engine_takes_no_memory() -> None:
     pytest.importorskip("torch")
-    engine = open_engine(settings(engine="torch", num_blocks=4096, dtype="bfloat16", kv_transfer="auto"))
+    engine = open_engine(settings(engine="torch", num_blocks=16384, dtype="bfloat16", kv_transfer="auto"))
     await engine.start(WorkerId("w"), "127.0.0.1:1")
     assert isinstance(engine, SleepableEngine)
     expected = tokens(await answer(engine))
     layout = engine.awake._info and engine.awake._info.layout
     assert layout
-    kv_bytes = 4096 * layout.block_bytes
-    awake = private_bytes()
+    kv_bytes = 16384 * layout.block_bytes  # 256 MiB, far above what other tests' threads allocate meanwhile
+    awake = resident_bytes()
     await engine.sleep()
-    assert awake - private_bytes() > 0.9 * kv_bytes
+    assert awake - resident_bytes() > 0.75 * kv_bytes
     await engine.wake()
     assert tokens(await answer(engine)) == expected
     await engine.stop()
