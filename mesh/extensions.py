@@ -1,0 +1,40 @@
+"""The extensions: what a mesh can serve requests without. This table is the only place that names them all.
+
+The core offers seams (endpoints of the frontend, discovery backends, engines, ...). An extension implements seams, each
+in a folder with a module `extension`, whose `EXTENSION` has the type that the seam defines. The core loads that module
+by its name in this table and imports nothing else of the folder; `tests/test_extensions.py` asserts it. Deleting an
+extension's folders and its entry here leaves a mesh that works without it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+Seam = Literal["frontend", "discovery", "events", "engine", "connector", "store", "router"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """One extension: its name, and the folder that implements each seam."""
+
+    name: str
+    seams: Mapping[Seam, str]  # folder below the root of the repository
+    needs: tuple[str, ...] = ()  # other extensions whose modules it imports
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name -> module, one line for --help
+    folders: tuple[str, ...] = ()  # folders that belong to it and implement no seam
+
+    @property
+    def all_folders(self) -> tuple[str, ...]:
+        return (*dict.fromkeys(self.seams.values()), *self.folders)
+
+
+EXTENSIONS: Sequence[Extension] = ()
+"""All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
+
+
+def load(seam: Seam) -> Iterator[Any]:
+    """Import the extensions of a seam in their order, and yield the `EXTENSION` of each."""
+    for extension in EXTENSIONS:
+        if (folder := extension.seams.get(seam)) is not None:
+            yield import_module(f"kvmesh.{folder.replace('/', '.')}.extension").EXTENSION
