@@ -29,7 +29,7 @@ from kvmesh.workers.guide_messages import (
     guide_name,
     job_decoder,
 )
-from kvmesh.workers.schemas import GuideWhitespace, SchemaFault, fault_of, fault_reason, held_text
+from kvmesh.workers.schemas import GuideWhitespace, SchemaFault, fault_of, fault_reason, held_text, plain_reason
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -203,4 +203,4 @@ def _schema_grammar(schema: str, whitespace: "JsonCompileOptions") -> str:
 
 def _failure(matcher: LLMatcher) -> str:
     """Return the error's first line, without the parser's own state, which fills the others."""
-    return matcher.get_error().strip().split("\n", 1)[0][:300] if matcher.is_error() else ""
+    return plain_reason(matcher.get_error()) if matcher.is_error() else ""

@@ -322,7 +322,9 @@ def fault_reason(complaint: str, schema: Any = None) -> str:
         keyword = "patternProperties" if isinstance(schema, dict) and "pattern" not in schema else "pattern"
         named = f"'{keyword}' cannot be followed: " if schema is not None else ""
         return f"{named}{regex['reason']}, at character {len(regex['gap']) + 1} of {regex['pattern'][:100]!r}"
-    first = complaint.strip().split("\n", 1)[0][:300].replace("Expected f64", "Expected number")
+    first = plain_reason(complaint).replace("Expected f64", "Expected number")
+    if first == _NOTHING_FITS and isinstance(schema, dict) and "$ref" in schema:
+        return "'$ref' cannot be followed: the schema refers to itself, and an answer would never begin"
     if first.startswith("oneOf constraints"):
         return "'oneOf' is supported only where no value fits two of its schemas; send anyOf"
     for sign, keyword in _SIGNS:
@@ -331,6 +333,18 @@ def fault_reason(complaint: str, schema: Any = None) -> str:
     return first if schema is None else f"the schema cannot be followed: {first}"
 
 
+def plain_reason(complaint: str) -> str:
+    """Return the first line of a complaint. The parser's own names of states and counters become plain words."""
+    first = complaint.strip().split("\n", 1)[0][:300]
+    if first in ("NoExtension", "NoExtensionBias"):
+        return _NOTHING_FITS
+    if first.startswith("parser error: Too many items") or _STATE.fullmatch(first):
+        return "it is too complex to follow; check that no part of it must contain itself"
+    return first
+
+
+_NOTHING_FITS = "no text fits: a part of it refers only to itself, or its parts exclude each other"
+_STATE = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)+")  # as LexerTooComplex
 _SIGNS = (
     ("Invalid type", "type"),
     ("Unknown format", "format"),

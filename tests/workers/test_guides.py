@@ -283,7 +283,12 @@ def test_a_token_outside_the_guide_is_a_failure(guides: Guides) -> None:
     [
         (schema({"if": {"type": "string"}}), "'if' is not supported"),
         (schema({"$ref": "http://example.com/x.json"}), r"'\$ref' cannot be followed: resource 'http"),
-        (schema({"$ref": "#"}), "the schema cannot be followed"),
+        (schema({"$ref": "#"}), r"'\$ref' cannot be followed: the schema refers to itself, and an answer would never"),
+        (
+            schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+            "the schema cannot be followed: it is too complex to follow; check that no part of it must contain itself",
+        ),
+        (Guide(kind=GuideKind.GRAMMAR, value="start: start"), "grammar cannot be followed: no text fits: a part of it"),
         (Guide(kind=GuideKind.JSON_SCHEMA, value="{"), "JSON schema cannot be read"),
         (Guide(kind=GuideKind.JSON_SCHEMA, value='{"items":' * 10_000 + "1" + "}" * 10_000), "JSON schema"),
         (Guide(kind=GuideKind.REGEX, value="("), "regular expression cannot be followed: .*"),

@@ -254,6 +254,12 @@ def test_finding_a_fault_takes_a_bounded_number_of_compilations() -> None:
         ("Unknown format: x", {}, "'format' cannot be followed: unknown format: x"),
         ("oneOf constraints are not supported. Enable", {}, "'oneOf' is supported only where no value fits two of its"),
         ("Something\nstack", {}, "the schema cannot be followed: Something"),
+        (
+            "LexerTooComplex",
+            {},
+            "the schema cannot be followed: it is too complex to follow; check that no part of it must contain itself",
+        ),
+        ("NoExtension", None, "no text fits: a part of it refers only to itself, or its parts exclude each other"),
     ],
 )
 def test_a_complaint_becomes_a_sentence_that_names_the_keyword(complaint: str, schema: Any, reason: str) -> None:
