@@ -14,19 +14,20 @@ import msgspec
 from kvmesh.frontend.generator import DeltaConsumer, Hints, PlacingNotes, Trace
 from kvmesh.frontend.lane import TokenLane
 from kvmesh.frontend.metrics import SUSPECTS
-from kvmesh.frontend.presence import NEVER, FailedWorker, NobodyReturns, Presence
+from kvmesh.frontend.presence import NEVER, FailedWorker, NobodyReturns, Presence, is_silent
 from kvmesh.frontend.rebuilt import note_failed, times_in
 from kvmesh.frontend.route_requests import route_request, sequence_hashes_of
 from kvmesh.frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
 from kvmesh.frontend.timeline import AnswerRecord, Attempt, LegRecord
 from kvmesh.frontend.timeline import now as clock
-from kvmesh.mesh.plane.client import PlaneClient
+from kvmesh.mesh.plane.client import PlaneClient, is_refused
 from kvmesh.mesh.safeguards import is_off
 from kvmesh.protocol.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
     DrainingError,
     EngineError,
+    IdentityError,
     MeshError,
     NoWorkerError,
     OtherWeightsError,
@@ -492,8 +493,15 @@ class _Failures:
     def _nobody_left(self) -> MeshError:
         if isinstance(self.problem, EngineError):
             return self.problem
-        is_lost = isinstance(self.problem, PeerLostError)
-        what = "the worker of this request is gone" if is_lost else "the worker of this request takes no more requests"
+        if isinstance(self.problem, IdentityError):  # the log has this worker's address, and what to do
+            what = f"this frontend cannot connect to a worker of the model {self._model!r}"
+            return NoWorkerError(f"{what}: a certificate has expired, or is refused", hint=SEE_HEALTH)
+        if isinstance(self.problem, UnreachableError) and is_silent(self.problem) and not is_refused(self.problem):
+            what = "the worker of this request cannot be reached"
+        elif isinstance(self.problem, PeerLostError):
+            what = "the worker of this request is gone"
+        else:
+            what = "the worker of this request takes no more requests"
         return NoWorkerError(f"{what}, and no other one of the model {self._model!r} is ready", hint=SEE_HEALTH)
 
     def _told(self, reason: MeshError) -> MeshError:

@@ -5,7 +5,7 @@ from msgspec import UNSET
 from kvmesh.frontend.anthropic.shapes import ErrorAnswer, ErrorDetail, ErrorReason
 from kvmesh.frontend.errors import PromptTooLongError
 from kvmesh.frontend.shapes import encode
-from kvmesh.mesh.http.errors import http_failure
+from kvmesh.mesh.http.errors import client_text, http_failure
 from kvmesh.protocol.errors import InvalidRequestError, MeshError
 
 _TYPE_BY_STATUS = {
@@ -41,4 +41,4 @@ def _message(error: MeshError) -> str:
     """Return the text of an error. A prompt that is too long gets Anthropic's words and no more: clients shorten it."""
     if isinstance(error, PromptTooLongError):
         return f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens - 1} maximum"
-    return str(error)
+    return client_text(error)

@@ -21,11 +21,17 @@ from kvmesh.frontend.picker.wire import (
     whole_body_answer,
 )
 from kvmesh.mesh.http.errors import BodyTooLargeError
-from kvmesh.protocol.errors import ConfigError, WireError
+from kvmesh.protocol.errors import MeshError, WireError
 
 PART_BYTES = 62_000  # of a body that is sent back: Envoy takes at most 64 KiB at once
 SEE_MODES = "set request_body_mode to FULL_DUPLEX_STREAMED or BUFFERED, see docs/gateway.md"
 EVENT = b"data:"  # begins an event of a stream, which has about one token
+
+
+class GatewayModeError(MeshError):
+    """The gateway sends bodies in a way in which no picker can read them."""
+
+    code = "gateway_mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class ExtProcStream:
         """Take a message; return the answers that need no endpoint. `reads_body` counts for a head alone.
 
         Raise WireError for a message out of turn, BodyTooLargeError, OverloadedError if all bodies together are too
-        large, ConfigError if Envoy is set so that no body can be read.
+        large, GatewayModeError if Envoy is set so that no body can be read.
         """
         match heard:
             case RequestHead():
@@ -121,7 +127,9 @@ class ExtProcStream:
             self._asked = Asked(head, None)
             return []
         if head.request_mode not in (BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED):
-            raise ConfigError(f"the gateway sends request bodies in the mode {head.request_mode.name}", hint=SEE_MODES)
+            raise GatewayModeError(
+                f"the gateway sends request bodies in the mode {head.request_mode.name}", hint=SEE_MODES
+            )
         self._reads_body = True
         return [head_answer(of_request=True)] if head.request_mode is BodyMode.BUFFERED else []
 

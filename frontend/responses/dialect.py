@@ -32,7 +32,7 @@ from kvmesh.frontend.responses.shapes import (
 )
 from kvmesh.frontend.shapes import encode
 from kvmesh.frontend.whole_answer import WholeAnswer, new_call_id
-from kvmesh.mesh.http.errors import error_body, http_failure
+from kvmesh.mesh.http.errors import client_text, error_body, http_failure
 from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedError
 from kvmesh.protocol.messages import FinishReason
 
@@ -110,7 +110,7 @@ def finished(job: Job, output: Sequence[OutputItem], reason: FinishReason, count
 
 
 def failed(job: Job, output: Sequence[OutputItem], error: MeshError) -> Response:
-    told = ResponseError(failure_code(error), str(error))
+    told = ResponseError(failure_code(error), client_text(error))
     return msgspec.structs.replace(in_progress(job), status="failed", error=told, output=list(output))
 
 
@@ -284,7 +284,7 @@ class ResponsesWriter:
         return self._send([ResponseCompleted(response=response) if is_whole else ResponseIncomplete(response=response)])
 
     def error(self, error: MeshError, request_id: str) -> bytes:
-        told = ErrorEvent(code=http_failure(error.code).code, message=str(error), param=error.param)
+        told = ErrorEvent(code=http_failure(error.code).code, message=client_text(error), param=error.param)
         return self._send([told, ResponseFailed(response=failed(self._job, self.so_far(), error))])
 
 

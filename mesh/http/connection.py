@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 import httptools
 
+from kvmesh.mesh.http.chunks import ChunkSizes
 from kvmesh.mesh.http.cors import Cors
 from kvmesh.mesh.http.encodings import ACCEPTED, read_encodings
 from kvmesh.mesh.http.errors import (
@@ -119,6 +120,7 @@ class Connection(asyncio.Protocol):
         "_ahead",
         "_body",
         "_body_left_bytes",
+        "_chunks",
         "_has_asked",
         "_has_ended",
         "_headers",
@@ -158,6 +160,7 @@ class Connection(asyncio.Protocol):
         self._request: Request | None = None
         self._body: bytes | bytearray = b""
         self._body_left_bytes = 0  # as Content-Length says
+        self._chunks: ChunkSizes | None = None  # since the first chunk
         self._is_receiving = False  # a part of a request has come
         self._has_asked = False  # ... ever
         self._owes_continue = False
@@ -323,6 +326,15 @@ class Connection(asyncio.Protocol):
         else:
             if self._unread_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
+            elif self._request is not None and self._body_left_bytes <= 0:  # chunks are on their way
+                self._check_chunk(data)
+
+    def _check_chunk(self, data: bytes | bytearray | memoryview) -> None:
+        """Refuse a chunk that is larger than a body may be, before its bytes arrive."""
+        if self._chunks is None:
+            self._chunks = ChunkSizes()
+        if self._chunks.announced_bytes(data, len(self._body)) > self._server.max_body_bytes:
+            self._refuse(self._body_too_large())
 
     def _ignore_upgrade(self, rest: bytes | bytearray | memoryview) -> None:
         """Parse the request again, without its wish for another protocol.
@@ -390,6 +402,15 @@ class Connection(asyncio.Protocol):
             request.encodings = read_encodings(encodings)
         self._body_left_bytes = length_bytes
         self._owes_continue = expects_continue
+
+    def on_chunk_header(self) -> None:
+        if self._chunks is None:
+            self._chunks = ChunkSizes()
+        self._chunks.on_header(len(self._body))
+
+    def on_chunk_complete(self) -> None:
+        if self._chunks is not None:
+            self._chunks.on_complete()
 
     def on_body(self, data: bytes) -> None:
         size_bytes, server = len(data), self._server

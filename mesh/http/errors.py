@@ -1,5 +1,6 @@
 """Translate failures for HTTP clients: a status and OpenAI's error object."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,7 @@ _BY_CODE = {
     "deadline_exceeded": HttpFailure(504, "server_error", "deadline_exceeded"),
     "peer_lost": HttpFailure(502, "server_error", "peer_lost"),
     "engine": HttpFailure(502, "server_error", "engine"),
+    "gateway_mode": HttpFailure(500, "server_error", "internal"),
     "storage": HttpFailure(503, "server_error", "storage", retry_after_s=2),
     "transfer": HttpFailure(502, "server_error", "transfer"),
 }
@@ -109,11 +111,27 @@ def retry_after_s(error: MeshError) -> int | None:
     return http_failure(error.code).retry_after_s if error.retry_after_s is None else error.retry_after_s
 
 
+_HIDDEN_TEXT = "the server failed; see its log"
+_PATH = r"(?<![\w./])/(?:[^\s/'\":;,()]+/)+[^\s'\":;,()]*"
+_ADDRESS = r"(?:\w+://)?(?:\[[0-9a-fA-F:.%]+\]|[\w.-]+):\d{2,5}\b(?:/[^\s'\":;,()]*)?"
+_PLACES = re.compile(f"{_ADDRESS}|{_PATH}")
+_WITH_PLACES = frozenset({"overloaded", "unreachable", "identity", "draining", "cancelled", "deadline_exceeded",
+    "peer_lost", "engine", "storage", "transfer"})  # fmt: skip
+
+
+def client_text(error: MeshError) -> str:
+    """Return what a client may read of a failure. Details of an internal fault, paths and addresses are for the log."""
+    if error.code not in _BY_CODE:
+        return _HIDDEN_TEXT
+    text = str(error)
+    return _PLACES.sub("...", text) if error.code in _WITH_PLACES else text
+
+
 def error_body(error: MeshError) -> bytes:
     """Return OpenAI's error object as JSON."""
     failure = http_failure(error.code)
     content: dict[str, Any] = {
-        "message": str(error),
+        "message": client_text(error),
         "type": failure.type,
         "param": error.param,
         "code": failure.code,

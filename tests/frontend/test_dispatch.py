@@ -20,6 +20,7 @@ from kvmesh.protocol.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineError,
+    IdentityError,
     InvalidRequestError,
     MeshError,
     NoWorkerError,
@@ -656,6 +657,33 @@ async def test_a_request_fails_at_once_if_no_worker_comes_back(checked: list[Run
         "try again later; GET /health says why"
     )
     assert (run.tokens, len(run.mesh.routed)) == (answer(PROMPT, 3), 2)
+
+
+def unreachable(cause: Exception) -> UnreachableError:
+    error = UnreachableError("cannot connect to 10.0.0.7:44603")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (
+            IdentityError("cannot connect to 10.0.0.7:44603: this process's certificate has expired"),
+            "this frontend cannot connect to a worker of the model 'm': a certificate has expired, or is refused",
+        ),
+        (unreachable(TimeoutError()), "the worker of this request cannot be reached, and no other one"),
+        (unreachable(ConnectionRefusedError()), "the worker of this request is gone, and no other one"),
+    ],
+)
+async def test_a_client_learns_why_no_worker_answers(
+    problem: MeshError, words: str, checked: list[Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    checked.append(run := Run(decode([problem]), wait_s=-math.inf))
+    with pytest.raises(NoWorkerError, match=words) as failed:
+        await run()
+    assert "10.0.0.7" not in str(failed.value)
+    assert str(problem) in caplog.text, "the operator's log has the detail"
 
 
 async def test_a_client_is_told_no_address(checked: list[Run]) -> None:

@@ -17,10 +17,12 @@ from prometheus_client import REGISTRY
 from kvmesh.frontend.generator import Hints, Trace
 from kvmesh.frontend.http import HttpSettings
 from kvmesh.frontend.prompts import LONG_TURNS
+from kvmesh.frontend.responses.store import StorageError
 from kvmesh.frontend.templates import ChatTemplate
 from kvmesh.mesh.http.server import log_line
 from kvmesh.mesh.telemetry import TextFormatter
 from kvmesh.protocol.errors import (
+    ConfigError,
     DeadlineExceededError,
     DrainingError,
     EngineError,
@@ -29,6 +31,7 @@ from kvmesh.protocol.errors import (
     OverloadedError,
     PeerLostError,
     TransferError,
+    WireError,
 )
 from kvmesh.protocol.ids import WorkerId
 from kvmesh.protocol.messages import Delta, FinishReason, Placed, Role, Target, TokenLogprob, unpack_tokens
@@ -411,6 +414,35 @@ async def test_failures_after_the_headers_are_the_last_event(
     *_, text, last = await served.events("/v1/chat/completions", CHAT)
     assert text["choices"][0]["delta"] == {"content": "Once"}
     assert last["error"]["code"] == code
+
+
+PLACES = [
+    ConfigError("/srv/models/tiny/tokenizer.json is no tokenizer: EOF while parsing"),
+    WireError("127.0.0.1:4000 sends beyond its credit"),
+    MeshError("KeyError in generate, see the log of 10.0.0.7:4000"),
+    EngineError("the server at http://gpu-3.internal:8000/v1 is gone: no /dev/shm/kvmesh/weights-7"),
+    OverloadedError("4 calls run on [::1]:4000 already"),
+    StorageError("no space left: '/var/lib/responses/a'"),
+]
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["status", "event"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("error", PLACES, ids=lambda value: str(value)[:9])
+async def test_clients_see_no_paths_and_addresses(
+    served: Served, error: MeshError, path: str, started: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.generator.script = [Delta(ids("Once")), error] if started else [error]
+    content: dict[str, Any] = {"prompt": "Once"} if path == "/v1/completions" else {"input": "Once"}
+    if path in ("/v1/chat/completions", "/v1/messages"):
+        content = {"messages": CHAT["messages"], "max_tokens": 5}
+    body = {"model": "tiny", "stream": started} | content
+    async with served.session.post(served.url + path, json=body) as reply:
+        shown = await reply.text()
+    assert "error" in shown and reply.status == 200 if started else reply.status >= 429
+    for place in ("/srv", "127.0", "10.0.0", "gpu-3", "/dev", "::1", "/var", "KeyError"):
+        assert place not in shown
+    assert str(error) in caplog.text or isinstance(error, OverloadedError)
 
 
 @pytest.mark.parametrize("stream", [False, True])

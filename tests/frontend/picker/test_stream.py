@@ -3,10 +3,10 @@
 import pytest
 
 from kvmesh.frontend.picker.budget import BodyBudget
-from kvmesh.frontend.picker.stream import PART_BYTES, ExtProcStream
+from kvmesh.frontend.picker.stream import PART_BYTES, ExtProcStream, GatewayModeError
 from kvmesh.frontend.picker.wire import BodyMode, BodyPart, RequestHead, ResponseHead, Steering, Trailers, message_class
 from kvmesh.mesh.http.errors import BodyTooLargeError
-from kvmesh.protocol.errors import ConfigError, OverloadedError, WireError
+from kvmesh.protocol.errors import OverloadedError, WireError
 
 DUPLEX, BUFFERED, NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED, BodyMode.NONE
 STEERING = Steering("10.0.0.1:80", {})
@@ -104,7 +104,7 @@ def test_the_bodies_of_all_streams_share_a_budget() -> None:
 
 @pytest.mark.parametrize("mode", [NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.GRPC])
 def test_modes_without_a_whole_body_are_refused(mode: BodyMode) -> None:
-    with pytest.raises(ConfigError, match=mode.name):
+    with pytest.raises(GatewayModeError, match=mode.name):
         stream().hear(head(mode))
 
 

@@ -105,6 +105,50 @@ async def test_a_body_is_refused_by_its_length_before_it_comes(small: Site) -> N
     assert (reply.status, code(reply.body), reply.headers["connection"]) == (413, "body_too_large", "close")
 
 
+def pieces(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+async def memory_reply(*segments: bytes) -> bytes:
+    """Return what a server writes for these segments of input, without a socket."""
+    server = server_module.Server(App(Handlers().routes(), SMALL))
+    connection, transport = server.connect(), MemoryTransport()
+    connection.connection_made(transport)
+    for segment in segments:
+        connection.data_received(segment)
+    async with asyncio.timeout(PATIENCE_S):
+        while not transport.written:
+            await asyncio.sleep(0)
+    connection.connection_lost(None)
+    await server.close()
+    return bytes(transport.written)
+
+
+@pytest.mark.parametrize("size", [b"3e9", b"003e9;ext=1", b"7fffffffffffffff", b"8000000000000000", b"f" * 16])
+@pytest.mark.parametrize("before", [[], [b"a" * 10]], ids=["first", "second"])
+async def test_a_chunk_is_refused_by_its_size_before_it_arrives(small: Site, size: bytes, before: list[bytes]) -> None:
+    data = chunked("/echo", before)[:-5] + size + b"\r\n"
+    for input_ in (data, data + b"a"):
+        [reply] = await small.ask(input_)
+        assert (reply.status, code(reply.body), reply.headers["connection"]) == (413, "body_too_large", "close")
+    for step in (1, 2, 7):
+        assert (await memory_reply(*pieces(data, step))).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("size", [b"-1", b"+5", b"0x5", b"zz", b"", b" 5", b"5 ", b"f" * 17, b"1" * 300])
+async def test_an_unreadable_chunk_size_is_refused(small: Site, size: bytes) -> None:
+    [reply] = await small.ask(chunked("/echo", [])[:-5] + size + b"\r\na")
+    assert (reply.status, reply.headers["connection"]) == (400, "close")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 11, 29, 101])
+async def test_chunks_may_arrive_in_any_pieces(step: int) -> None:
+    chunks = [b"ffffffff\r\nffffffff", b"\nfffff\r", b"a" * 300, b"fff"]
+    data = chunked("/echo", chunks, "ffffffff: ffffffff").replace(b";ext=1", b";ffff=" + b"f" * 100)
+    [reply] = read_replies(await memory_reply(*pieces(data, step)), ["POST"])
+    assert json.loads(reply.body)["body"] == b"".join(chunks).decode()
+
+
 @pytest.mark.parametrize("chunk", [1001, 100, 1])
 async def test_a_chunked_body_is_refused_once_it_is_too_large(small: Site, chunk: int) -> None:
     data = chunked("/echo", [b"a" * chunk] * (1001 // chunk + 1))
