@@ -6,16 +6,20 @@ makes progress for peers that read from us; UCX needs that while it connects, an
 """
 
 import asyncio
+import contextlib
 import importlib
+import importlib.util
 import logging
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from importlib import metadata
 from typing import Any, Literal
 
 import msgspec
@@ -64,13 +68,26 @@ def ignored_settings() -> list[str]:
     return sorted(name for name, value in os.environ.items() if name.startswith("UCX_") and not value.strip())
 
 
+def _api_module() -> str:
+    """Return the module that has NIXL's API.
+
+    The package `nixl` picks the build for torch's CUDA. Where torch has none, `nixl` imports all of torch, for a second
+    of CPU time, to find that out. An engine without torch does not need it.
+    """
+    if "torch" not in sys.modules and importlib.util.find_spec("nixl_cu12"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if metadata.version("torch").endswith("+cpu"):
+                return "nixl_cu12._api"
+    return "nixl._api"
+
+
 def import_nixl() -> Any:
     """Import the NIXL API, and keep it from logging to stdout, which is for our own output."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     for name in ignored_settings():
         log.warning("%s is set, but empty: UCX would find no transport at all. It is ignored", name)
         del os.environ[name]
-    api = importlib.import_module("nixl._api")
+    api = importlib.import_module(_api_module())
     nixl_log = logging.getLogger("nixl")
     nixl_log.handlers.clear()
     nixl_log.propagate = True

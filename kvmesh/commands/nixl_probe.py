@@ -3,14 +3,13 @@
 A process of its own, because this runs native code that prints what it likes and may crash.
 """
 
-import importlib
 import importlib.metadata
 import os
 import sys
 
 import msgspec
 
-from kvmesh.kvcache.transfer.nixl import why_unavailable
+from kvmesh.kvcache.transfer.nixl import import_nixl, why_unavailable
 
 
 class NixlProbe(msgspec.Struct, frozen=True):
@@ -23,7 +22,7 @@ class NixlProbe(msgspec.Struct, frozen=True):
 def probe() -> NixlProbe:
     if problem := why_unavailable():
         return NixlProbe(problem)
-    api = importlib.import_module("nixl._api")
+    api = import_nixl()
     agent = api.nixl_agent("kvmesh-doctor", api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     usable: list[str] = []
     unusable: list[str] = []

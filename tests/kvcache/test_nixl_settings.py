@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -34,3 +35,13 @@ def test_nixl_starts_with_an_empty_list_of_transports() -> None:
     answer = json.loads(probe.stdout)
     assert (answer["problem"], "UCX" in answer["usable"]) == ("", True)
     assert "UCX_TLS is set, but empty" in probe.stderr
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason="NIXL does not load here")
+@pytest.mark.skipif(not metadata.version("torch").endswith("+cpu"), reason="NIXL chooses its build by torch's CUDA")
+def test_nixl_does_not_import_torch_on_a_cpu() -> None:
+    script = (
+        "import sys; from kvmesh.kvcache.transfer import nixl; print(nixl.why_unavailable(), 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"], found.stderr
