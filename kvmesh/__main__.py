@@ -61,6 +61,7 @@ OF_LABORATORY = (  # earlier spellings: `kvmesh faults` is `kvmesh lab faults`
     "soak",
 )
 COMMANDS = {name: command for group in (*GROUPS.values(), SELDOM) for name, command in group.items()}
+ABOUT = ("help", "-h", "--help", "--help-all", "--version")
 SERVICES = ("frontend", "router", "worker", "memory")  # they read their own arguments
 
 
@@ -68,23 +69,41 @@ def main() -> int:
     end_on_signals()
     open_standard_streams()
     show_children_this_checkout()
-    argv = sys.argv[1:]
-    if not argv or argv[0] in ("-h", "--help", "--help-all"):
-        print(usage(with_seldom="--help-all" in argv))
-        return 0
-    name, rest = argv[0], argv[1:]
-    if name in OF_LABORATORY:
-        name, rest = "lab", argv
+    name, rest = named(sys.argv[1:])
     from kvmesh.mesh.lifecycle import run_command  # imported only now, when a signal already ends us with one line
 
     if name not in COMMANDS:
-        print(f"kvmesh: no command {name!r}\n\n{usage()}", file=sys.stderr)
-        return 2
+        return run_command("", about, [name, *rest])
     module = importlib.import_module(COMMANDS[name][0])
     if name in SERVICES:
         sys.argv[1:] = rest
         return run_command(name, lambda _: module.main(), rest)
     return run_command(name, module.main, rest)
+
+
+def named(argv: list[str]) -> tuple[str, list[str]]:
+    """Return the command and its arguments: `help COMMAND ...` is `COMMAND ... --help`."""
+    if argv[:1] == ["help"] and argv[1:] and not argv[1].startswith("-"):
+        argv = [*argv[1:], "--help"]
+    if argv and argv[0] in OF_LABORATORY:
+        argv = ["lab", *argv]
+    return (argv[0], argv[1:]) if argv else ("--help", [])
+
+
+def about(argv: list[str]) -> int:
+    """Print the version or the list of commands. Raise ConfigError for an unknown command."""
+    name = argv[0]
+    if name == "--version":
+        from kvmesh.protocol.version import RELEASE
+
+        print(f"kvmesh {RELEASE}")
+        return 0
+    if name in ABOUT:
+        print(usage(with_seldom="--help-all" in argv))
+        return 0
+    from kvmesh.mesh.config import unknown
+
+    raise unknown(f"command {name!r}", name, [*COMMANDS, *OF_LABORATORY, *ABOUT], f"there are:\n\n{usage()}")
 
 
 def open_standard_streams() -> None:
@@ -109,11 +128,11 @@ def show_children_this_checkout() -> None:
 def usage(with_seldom: bool = False) -> str:
     """Return the list of commands, with those that few people need."""
     groups = GROUPS | ({"what few people need": SELDOM} if with_seldom else {})
-    parts = ["usage: kvmesh <command> [options]; `kvmesh <command> --help` lists them"]
+    parts = ["usage: kvmesh <command> [options]; `kvmesh help <command>` lists them"]
     for title, commands in groups.items():
         parts.append("\n".join([f"{title}:", *(f"  {name:<13} {text}" for name, (_, text) in commands.items())]))
     if not with_seldom:
-        parts.append("`kvmesh --help-all` lists the rest")
+        parts.append("`kvmesh --help-all` lists the rest, `kvmesh --version` prints the version")
     return "\n\n".join(parts)
 
 

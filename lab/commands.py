@@ -2,7 +2,7 @@
 
 import importlib
 
-from kvmesh.protocol.errors import ConfigError
+from kvmesh.mesh.config import unknown
 
 COMMANDS = {
     "bench": ("kvmesh.lab.bench.__main__", "measure a part: frontend, streams, engine, index, many, picker, ..."),
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         print(usage())
         return 0
     if argv[0] not in COMMANDS:
-        raise ConfigError(f"no command {argv[0]!r} of the laboratory", hint=f"there are: {', '.join(COMMANDS)}")
+        raise unknown(f"command {argv[0]!r} of the laboratory", argv[0], COMMANDS, f"there are: {', '.join(COMMANDS)}")
     return int(importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
 
 

@@ -10,7 +10,7 @@ import enum
 import shutil
 import textwrap
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -318,7 +318,7 @@ def _find_flag(options: Mapping[str, _Option], flag: str, prog: str) -> tuple[_O
         return by_flag[flag]
     if not flag.startswith("-"):
         raise ConfigError(f"unexpected argument {flag!r}", hint=f"see {prog} --help")
-    raise _unknown(f"flag {flag}", flag, [*by_flag, "--config", "--help"], f"see {prog} --help")
+    raise unknown(f"flag {flag}", flag, [*by_flag, "--config", "--help"], f"see {prog} --help")
 
 
 def _given_env(
@@ -330,7 +330,7 @@ def _given_env(
         if not key.startswith(prefix) or (key not in known and key.startswith(tuple(foreign))):
             continue
         if key not in known:
-            raise _unknown(f"environment variable {key}", key, list(known), "unset it")
+            raise unknown(f"environment variable {key}", key, known, "unset it")
         if text:
             given[known[key]] = Given(key, texts=(text,))
     return given
@@ -345,7 +345,7 @@ def _given_file(options: Mapping[str, _Option], path: Given, section: str | None
     table = _section(content, section, name) if section else content
     for key in table:
         if key not in options:
-            raise _unknown(f"setting {key!r} in {name}", key, list(options), "remove it")
+            raise unknown(f"setting {key!r} in {name}", key, options, "remove it")
     return {key: Given(f"{key} in {name}", value) for key, value in table.items()}
 
 
@@ -362,8 +362,9 @@ def _section(content: Mapping[str, object], section: str, path: str) -> Mapping[
     return table
 
 
-def _unknown(what: str, name: str, known: Sequence[str], otherwise: str) -> ConfigError:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
+def unknown(what: str, name: str, known: Iterable[str], otherwise: str) -> ConfigError:
+    """Return the error for a name that is not in `known`: its hint is the nearest known name, or else `otherwise`."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.5)
     return ConfigError(f"unknown {what}", hint=f"did you mean {near[0]}?" if near else otherwise)
 
 

@@ -55,15 +55,20 @@ def run_command(name: str, main: Callable[[list[str]], int], argv: list[str]) ->
     So is Ctrl-C. A reader that closes standard output, such as `head`, ends the command in silence.
     """
     interrupt_on_sigint()
+    prog = f"kvmesh {name}".rstrip()
     try:
-        code = int(main(argv))
+        try:
+            code = int(main(argv))
+        except SystemExit:  # after --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
         return code
     except MeshError as error:
-        print(f"kvmesh {name}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
     except KeyboardInterrupt:
-        print(f"kvmesh {name}: stopped by SIGINT", file=sys.stderr)
+        print(f"{prog}: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit

@@ -3,8 +3,8 @@
 import importlib
 import sys
 
+from kvmesh.mesh.config import unknown
 from kvmesh.mesh.lifecycle import run_command
-from kvmesh.protocol.errors import ConfigError
 
 COMMANDS = {
     "measure": ("kvmesh.profiler.commands.measure", "measure a running server, or an engine in this process"),
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         return 0
     name, rest = (argv[0], argv[1:]) if not argv[0].startswith("-") else ("measure", argv)
     if name not in COMMANDS:
-        raise ConfigError(f"no command {name!r} of profile", hint=f"there are: {', '.join(COMMANDS)}")
+        raise unknown(f"command {name!r} of profile", name, COMMANDS, f"there are: {', '.join(COMMANDS)}")
     return int(importlib.import_module(COMMANDS[name][0]).main(rest))
 
 

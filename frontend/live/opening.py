@@ -15,7 +15,7 @@ from kvmesh.frontend.http import HttpSettings
 from kvmesh.frontend.keys.guard import Doorkeeper
 from kvmesh.frontend.live.hub import LiveHub
 from kvmesh.frontend.live.looking import distant_look, local_look
-from kvmesh.frontend.live.pages import routes
+from kvmesh.frontend.live.pages import home, routes
 from kvmesh.frontend.live.picture import Picture, Row
 from kvmesh.frontend.live.planners import PlannerFollower
 from kvmesh.frontend.timeline import Timelines
@@ -90,11 +90,11 @@ async def live_page(
 ) -> AsyncIterator[Sequence[Route]]:
     """Serve the live page; yield the routes that it needs on the port of the API."""
     if not config.ui:
-        yield ()
+        yield (home("/docs"),)
         return
     if not parts.is_shown:
         log.info("the live page is off: strangers reach the port of the API, and there are no API keys")
-        yield ()
+        yield (home("/docs"),)
         return
     router, dispatcher, admission = parts.router, parts.dispatcher, parts.admission
     hub = LiveHub(
@@ -116,7 +116,7 @@ async def live_page(
         )
         async with listening(app, config.host, config.ui_port, advertise_host=config.advertise_host, tls=tls) as url:
             log.info("the live page is there", extra={"url": f"{url}/ui"})
-            yield ()
+            yield (home("/docs"),)
     finally:
         await hub.close()
 

@@ -34,7 +34,16 @@ def routes(hub: LiveHub, what_if: WhatIfRunner | None = None) -> Sequence[Route]
     """Return the routes of the live page; without `what_if` it asks no such questions."""
     pages = [Route("GET", path, partial(show_file, *found), is_open=True) for path, found in BUILT.items()]
     asked = [] if what_if is None else [Route("GET", WHAT_IF, partial(show_answer, what_if))]
-    return [*pages, Route("GET", EVENTS, partial(show_events, hub)), *asked]
+    return [home("/ui"), *pages, Route("GET", EVENTS, partial(show_events, hub)), *asked]
+
+
+def home(path: str) -> Route:
+    """Return the route of `/`: it leads people to the page at `path`."""
+    return Route("GET", "/", partial(lead_to, path), is_open=True)
+
+
+async def lead_to(path: str, request: Request) -> Reply:
+    return Reply(status=307, headers={"location": path, "cache-control": "no-store"})
 
 
 async def show_file(name: str, content_type: str, request: Request) -> Reply:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmesh.frontend.keys.keyfile import KeyLine, hashed, is_key, read_key_file, written
-from kvmesh.mesh.config import load
+from kvmesh.mesh.config import load, unknown
 from kvmesh.protocol.errors import ConfigError
 
 KEY_BYTES = 32
@@ -44,8 +44,10 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(f"usage: {USAGE}")
         return 0
-    if not argv or argv[0] not in commands:
+    if not argv:
         raise ConfigError("there is no command", hint=f"write {USAGE}")
+    if argv[0] not in commands:
+        raise unknown(f"command {argv[0]!r} of keys", argv[0], commands, f"write {USAGE}")
     return commands[argv[0]](argv[1:])
 
 

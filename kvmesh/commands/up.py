@@ -2,8 +2,12 @@
 
 import asyncio
 import os
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -128,6 +132,16 @@ def check_memory(config: ClusterConfig) -> None:
         raise ConfigError("--memory-gib starts a memory service, --weights-service names another", hint="leave one out")
 
 
+def program_name() -> str:
+    """Return how a shell in this folder starts this kvmesh."""
+    own = Path(sys.executable).parent / "kvmesh"
+    if shutil.which("kvmesh") == str(own):
+        return "kvmesh"
+    if not own.exists():
+        return f"{shlex.quote(sys.executable)} -m kvmesh"
+    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
+
+
 def show_how_to_use(cluster: Cluster, console: Console) -> None:
     mesh = RunningMesh(
         url=cluster.url,
@@ -139,6 +153,7 @@ def show_how_to_use(cluster: Cluster, console: Console) -> None:
         mesh_url=cluster.mesh_url,
         operator_tls=str(cluster.credentials.folder) if cluster.credentials is not None else "",
         planner_record=cluster.planner_record,
+        program=program_name(),
     )
     console.print("\n[bold green]The mesh is up.[/bold green]  Ctrl-C stops it.\n", soft_wrap=True)
     console.print(welcome(mesh) + "\n", soft_wrap=True, markup=False)

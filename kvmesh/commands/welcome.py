@@ -1,6 +1,7 @@
 """The text that `kvmesh up` prints when the mesh is ready: how to ask it, and what to try. Pure."""
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ PROMPT = (
     "You are a friendly guide. Explain in simple words, one step after the other, so that a child can follow: "
     "what does the router of a mesh do, and why does it remember the beginning of a question?"
 )
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"  # of the commands that ask a mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,7 @@ class RunningMesh:
     mesh_url: str = ""  # of the frontend for members of the mesh, where the processes talk over TLS
     operator_tls: str = ""  # folder with the certificate of an operator
     planner_record: str = ""  # file of the planner's decisions, "": there is no planner
+    program: str = "kvmesh"  # as this shell can start it
 
 
 def welcome(mesh: RunningMesh) -> str:
@@ -36,9 +41,11 @@ def welcome(mesh: RunningMesh) -> str:
     tls = mesh.operator_tls
     certificate = f" (curl -k --cert {tls}/cert.pem --key {tls}/key.pem)" if mesh.mesh_url else ""
     lines = [
+        *pages(mesh),
+        "",
         *preparations(mesh.frontend),
         f"  curl -N {mesh.url}/v1/chat/completions -H 'content-type: application/json'{key} \\",
-        f"    -d '{json.dumps(body)}'",
+        f"    -d {shlex.quote(json.dumps(body))}",
         "",
         *python_client(mesh),
         "",
@@ -50,8 +57,29 @@ def welcome(mesh: RunningMesh) -> str:
         f"  discovery file:{mesh.run_dir}/discovery (workers join with --discovery)",
     ]
     if mesh.planner_record:
-        lines.append(f"  planner   kvmesh planner explain --changes --record-file {mesh.planner_record}")
+        lines.append(f"  planner   {mesh.program} planner explain --changes --record-file {mesh.planner_record}")
     return "\n".join(lines)
+
+
+def pages(mesh: RunningMesh) -> list[str]:
+    """Return where a browser and a terminal see the mesh, and which processes run its workers."""
+    page, url = live_page_of(mesh), "" if mesh.url == DEFAULT_URL else f" --url {mesh.url}"
+    names = ", ".join(f"{name} {pid}" for name, pid in sorted(mesh.pids.items()))
+    return [
+        *([f"  live page {page}/ui, or in a terminal: {mesh.program} top{url}"] if page else []),
+        f"  API       {mesh.url}/docs",
+        f"  workers   {names} (process ids)",
+    ]
+
+
+def live_page_of(mesh: RunningMesh) -> str:
+    """Return the URL in front of `/ui`, "" if the page is not served or its port is not known."""
+    frontend = mesh.frontend
+    if not frontend.ui or (mesh.mesh_url and not frontend.api_keys_file) or frontend.ui_port == 0:
+        return ""
+    if frontend.ui_port is None:
+        return mesh.url
+    return f"{mesh.url.rpartition(':')[0]}:{frontend.ui_port}"
 
 
 def preparations(frontend: FrontendConfig) -> list[str]:
@@ -83,7 +111,7 @@ def things_to_try(mesh: RunningMesh) -> Sequence[str]:
     member = f" --mesh-tls {mesh.operator_tls}" if mesh.mesh_url else ""
     lines = [
         "  cache     send the curl request twice: the second answer's usage has cached_tokens",
-        f'  explain   kvmesh explain --url {mesh.mesh_url or mesh.url}{member} "{PROMPT}"',
+        f'  explain   {mesh.program} explain --url {mesh.mesh_url or mesh.url}{member} "{PROMPT}"',
         f"  workers   {control}/workers",
     ]
     if mesh.pids:

@@ -16,7 +16,7 @@ from rich.table import Table
 from kvmesh.commands.http_client import API_KEY, message_of, open_session
 from kvmesh.frontend.crew import CrewMember
 from kvmesh.frontend.mesh_api.controls import CrewList, WorkerControl, WorkerControlled
-from kvmesh.mesh.config import load
+from kvmesh.mesh.config import load, unknown
 from kvmesh.protocol.errors import ConfigError, EngineError
 
 TIMEOUT_S = 180.0  # a drain and a change of role wait for the requests in hand
@@ -74,7 +74,7 @@ def asked_for(words: list[str]) -> tuple[str, WorkerControl]:
     """Return the worker that is named, and what it is to do. Raise ConfigError."""
     known = ACTIONS.get(words[0])
     if known is None:
-        raise ConfigError(f"there is no {words[0]!r}", hint=f"write {USAGE}")
+        raise unknown(f"action {words[0]!r}", words[0], ["list", *ACTIONS], f"write {USAGE}")
     action, argument = known
     is_optional = argument.startswith("[")
     if len(words) != (3 if argument else 2) and not (is_optional and len(words) == 2):

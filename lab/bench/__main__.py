@@ -4,8 +4,8 @@ import importlib
 import sys
 
 from kvmesh.commands.bench.ending import ended_by_sigterm
+from kvmesh.mesh.config import unknown
 from kvmesh.mesh.lifecycle import run_command
-from kvmesh.protocol.errors import ConfigError
 
 BENCHMARKS = {
     "frontend": ("kvmesh.lab.bench.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         print(usage())
         return 0
     if argv[0] not in BENCHMARKS:
-        raise ConfigError(f"no benchmark {argv[0]!r}", hint=f"there are: {', '.join(BENCHMARKS)}")
+        raise unknown(f"benchmark {argv[0]!r}", argv[0], ["serve", *BENCHMARKS], f"there are: {', '.join(BENCHMARKS)}")
     with ended_by_sigterm():
         return int(importlib.import_module(BENCHMARKS[argv[0]][0]).main(argv[1:]))
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,29 +13,80 @@ from kvmesh.commands import laboratory
 from kvmesh.commands.bench import parts
 from kvmesh.lab import commands as lab
 from kvmesh.protocol.errors import ConfigError
+from kvmesh.protocol.version import RELEASE
 
 
-def test_a_reader_that_leaves_ends_a_command_in_silence() -> None:
+def kvmesh(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvmesh", *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("words", ["bench soak --help", "workers --help", "--help", "help", "--version", "fronted"])
+def test_a_reader_that_leaves_ends_a_command_in_silence(words: str) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
         command = subprocess.run(
-            [sys.executable, "-m", "kvmesh", "bench", "soak", "--help"],
+            [sys.executable, "-m", "kvmesh", *words.split()],
             stdout=write_end,
             stderr=subprocess.PIPE,
             text=True,
             timeout=60,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
         )
     finally:
         os.close(write_end)
-    assert (command.returncode, command.stderr) == (128 + signal.SIGPIPE, "")
+    assert "Traceback" not in command.stderr and "BrokenPipe" not in command.stderr
+    if words == "fronted":  # only standard output is gone
+        assert (command.returncode, command.stderr) == (
+            2,
+            "kvmesh: unknown command 'fronted'; did you mean frontend?\n",
+        )
+    else:
+        assert (command.returncode, command.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_an_unknown_command_is_named_with_those_that_exist() -> None:
-    command = subprocess.run([sys.executable, "-m", "kvmesh", "serve"], capture_output=True, text=True, timeout=60)
+    command = kvmesh("serve")
     assert command.returncode == 2
-    assert "no command 'serve'" in command.stderr
+    assert "unknown command 'serve'" in command.stderr
     assert "  up " in command.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("wrokers", "workers"),
+        ("--verison", "--version"),
+        ("lab fautls", "faults"),
+        ("bench serv", "serve"),
+        ("profile paln", "plan"),
+        ("keys nwe", "new"),
+        ("workers drian decode-0", "drain"),
+        ("up --prefil 2", "--prefill"),
+    ],
+)
+def test_a_misspelled_word_gets_the_nearest_known_one(typed: str, meant: str) -> None:
+    command = kvmesh(*typed.split())
+    assert command.returncode == 2
+    assert command.stderr.endswith(f"; did you mean {meant}?\n")
+
+
+def test_the_version_is_that_of_the_release() -> None:
+    command = kvmesh("--version")
+    assert (command.returncode, command.stdout) == (0, f"kvmesh {RELEASE}\n")
+
+
+def test_help_with_a_command_is_the_help_of_the_command() -> None:
+    assert kvmesh("help", "planner", "explain").stdout == kvmesh("planner", "explain", "--help").stdout != ""
+    assert kvmesh("help").stdout.rstrip() == usage()
+
+
+def test_piped_output_has_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    keys = tmp_path / "keys"
+    assert kvmesh("keys", "new", "--name", "a", f"--file={keys}").returncode == 0
+    shown = kvmesh("keys", "list", str(keys))
+    assert shown.returncode == 0 and "tenant" in shown.stdout and "\x1b" not in shown.stdout
 
 
 def test_the_help_lists_what_people_use_in_three_groups() -> None:
@@ -70,4 +122,4 @@ def test_the_laboratory_lists_its_commands(capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in lab.COMMANDS)
     with pytest.raises(ConfigError, match="there are: bench, faults"):
-        lab.main(["fault"])
+        lab.main(["juggle"])

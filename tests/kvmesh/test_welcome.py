@@ -32,6 +32,30 @@ def test_the_request_can_be_copied() -> None:
     assert json.loads(words[words.index("-d") + 1])["model"] == "tiny"
 
 
+def test_the_text_names_page_description_and_terminal() -> None:
+    text = welcome(MESH)
+    assert "http://127.0.0.1:8000/ui, or in a terminal: kvmesh top\n" in text
+    assert "http://127.0.0.1:8000/docs" in text
+    elsewhere = welcome(replace(MESH, url="http://127.0.0.1:9000", program=".venv/bin/kvmesh"))
+    assert ".venv/bin/kvmesh top --url http://127.0.0.1:9000\n" in elsewhere
+
+
+def test_a_page_that_is_not_served_is_not_named() -> None:
+    hidden = [replace(MESH, frontend=FrontendConfig(ui=False)), replace(MESH, mesh_url="https://127.0.0.1:9")]
+    for mesh in (*hidden, replace(MESH, frontend=FrontendConfig(ui_port=0))):
+        assert "/ui" not in welcome(mesh)
+    assert "http://127.0.0.1:8100/ui" in welcome(replace(MESH, frontend=FrontendConfig(ui_port=8100)))
+
+
+def test_every_worker_is_named_with_its_process() -> None:
+    assert "decode-0 4, decode-1 5, prefill-0 3 (process ids)" in welcome(MESH)
+
+
+def test_a_model_with_a_quote_in_its_name_makes_no_broken_command() -> None:
+    words = command(welcome(replace(MESH, model="it's")), "curl")
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
+
+
 def test_the_prompt_is_longer_than_two_blocks() -> None:
     tokenizer = Tokenizer.load(str(CHECKPOINT_DIR), backend="hf", cache_bytes=0)
     assert len(tokenizer.encode_now(PROMPT)) // 4 > 2 * 16  # ids of four bytes

@@ -24,7 +24,7 @@ def test_words_become_an_action() -> None:
     assert asked_for(["reset-cache", "all", "host,disk"])[1].arguments == {"tiers": "host,disk"}
 
 
-@pytest.mark.parametrize("words", [["dance"], ["drain"], ["role", "d1"], ["drain", "d1", "d2"]])
+@pytest.mark.parametrize("words", [["juggle"], ["drain"], ["role", "d1"], ["drain", "d1", "d2"]])
 def test_words_that_mean_nothing_get_the_way_to_write_them(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="write kvmesh workers"):
         asked_for(words)

@@ -319,7 +319,7 @@ async def test_settings_that_do_not_fit_together_are_refused(config: MeasureConf
 
 
 def test_unknown_commands_and_flags_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"no command 'nonsense'.*measure, estimate, plan, import"):
+    with pytest.raises(ConfigError, match=r"unknown command 'nonsense'.*measure, estimate, plan, import"):
         main(["nonsense"])
     with pytest.raises(ConfigError, match="--repeats"):
         main(["measure", "--repeat", "3"])

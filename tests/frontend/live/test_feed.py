@@ -65,6 +65,11 @@ async def test_a_viewer_gets_the_whole_picture_and_then_changes() -> None:
     assert re.findall(rb"event: (\w+)\ndata: \{", text)[:2] == [b"whole", b"change"]
 
 
+async def test_the_root_leads_to_the_page() -> None:
+    async with served() as (_, http), http.get("/", allow_redirects=False) as reply:
+        assert (reply.status, reply.headers["location"]) == (307, "/ui")
+
+
 async def test_nothing_is_computed_while_nobody_looks() -> None:
     async with served() as (page, http):
         assert not page.timelines.is_watched
