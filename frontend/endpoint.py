@@ -101,6 +101,7 @@ class Endpoint:
     path: str  # as kvmesh.mesh.http.server.Route has it
     handler: Handler
     operation: Operation
+    dialect: Dialect | None = None  # of its requests, where models answer
     error_body: ErrorShape = openai_error
     is_open: bool = False  # needs no key
 
@@ -108,7 +109,14 @@ class Endpoint:
 def generating(path: str, dialect: Dialect, operation: Operation) -> Endpoint:
     """Return the endpoint where models answer in `dialect`."""
     handler = partial(answer, dialect)
-    return Endpoint(method="POST", path=path, handler=handler, operation=operation, error_body=dialect.error_body)
+    return Endpoint(
+        method="POST",
+        path=path,
+        handler=handler,
+        operation=operation,
+        dialect=dialect,
+        error_body=dialect.error_body,
+    )
 
 
 async def answer(

@@ -316,6 +316,7 @@ ENDPOINT = Endpoint(
     method="POST",
     path="/v1/responses",
     handler=respond,
+    dialect=_STATELESS,
     operation=Operation(
         summary="Answer, in the shape of OpenAI's Responses API",
         request=(ResponsesRequest,),
