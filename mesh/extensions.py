@@ -29,7 +29,7 @@ class Extension:
         return (*dict.fromkeys(self.seams.values()), *self.folders)
 
 
-EXTENSIONS: Sequence[Extension] = ()
+EXTENSIONS: Sequence[Extension] = (Extension("anthropic", {"frontend": "frontend/anthropic"}),)
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
 
