@@ -6,9 +6,6 @@ from kvmesh.frontend.endpoint import Endpoint, ErrorShape
 from kvmesh.frontend.extension import FrontendExtension
 from kvmesh.frontend.mesh_api import controls, route, status, tokenize, whatif
 from kvmesh.frontend.openai import chat, completions, embeddings, models
-from kvmesh.frontend.responses import count as input_tokens
-from kvmesh.frontend.responses import create as responses
-from kvmesh.frontend.responses import stored
 from kvmesh.mesh.extensions import load
 
 EXTENSIONS: Sequence[FrontendExtension] = tuple(load("frontend"))
@@ -16,9 +13,6 @@ EXTENSIONS: Sequence[FrontendExtension] = tuple(load("frontend"))
 ENDPOINTS: Sequence[Endpoint] = (
     chat.ENDPOINT,
     completions.ENDPOINT,
-    responses.ENDPOINT,
-    input_tokens.ENDPOINT,
-    *stored.ENDPOINTS,
     *(endpoint for extension in EXTENSIONS for endpoint in extension.endpoints),
     embeddings.ENDPOINT,
     *tokenize.ENDPOINTS,
