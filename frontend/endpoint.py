@@ -28,10 +28,10 @@ from kvmesh.frontend.keys.visits import begin, model_for
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.operation import Operation
 from kvmesh.frontend.outlet import SseOutlet, WholeOutlet
+from kvmesh.frontend.parts import SharedParts
 from kvmesh.frontend.rebuilt import complete
 from kvmesh.frontend.report import placement_headers
 from kvmesh.frontend.request import ParsedBody
-from kvmesh.frontend.responses.state import KeptResponses
 from kvmesh.frontend.running import run
 from kvmesh.frontend.service_level import NO_LIMIT, ServiceLevel
 from kvmesh.frontend.timeline import RequestTimeline, Timelines
@@ -74,7 +74,7 @@ class Services:
     metrics_folder: Path | None  # where the processes that share our port meet
     document: Callable[[], bytes]  # /openapi.json
     search: Callable[[], DiscoveryReport]  # of workers
-    responses: KeptResponses | None = None  # None: they are not stored
+    parts: SharedParts = field(default_factory=SharedParts)  # of extensions
     is_steered: bool = False  # an endpoint picker is in front
     router_note: Callable[[], str] = str  # what is wrong with the routers, "" for nothing
     slo: ServiceLevel = NO_LIMIT
@@ -101,6 +101,7 @@ class Endpoint:
     path: str  # as kvmesh.mesh.http.server.Route has it
     handler: Handler
     operation: Operation
+    dialect: Dialect | None = None  # of its requests, where models answer
     error_body: ErrorShape = openai_error
     is_open: bool = False  # needs no key
 
@@ -108,7 +109,14 @@ class Endpoint:
 def generating(path: str, dialect: Dialect, operation: Operation) -> Endpoint:
     """Return the endpoint where models answer in `dialect`."""
     handler = partial(answer, dialect)
-    return Endpoint(method="POST", path=path, handler=handler, operation=operation, error_body=dialect.error_body)
+    return Endpoint(
+        method="POST",
+        path=path,
+        handler=handler,
+        operation=operation,
+        dialect=dialect,
+        error_body=dialect.error_body,
+    )
 
 
 async def answer(

@@ -15,8 +15,8 @@ from kvmesh.frontend.generator import Generator
 from kvmesh.frontend.mesh_api import status
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.openapi import openapi
+from kvmesh.frontend.parts import SharedParts
 from kvmesh.frontend.refusals import Refusals
-from kvmesh.frontend.responses.state import KeptResponses
 from kvmesh.frontend.service_level import NO_LIMIT, ServiceLevel
 from kvmesh.frontend.table import ENDPOINTS, ERRORS_BELOW
 from kvmesh.frontend.timeline import Timelines
@@ -51,7 +51,7 @@ class FrontendApi:
         router_ready: Callable[[], bool] = lambda: True,
         metrics_folder: Path | None = None,
         endpoints: Sequence[Endpoint] = ENDPOINTS,
-        responses: KeptResponses | None = None,
+        parts: SharedParts | None = None,
         search: Callable[[], DiscoveryReport] = lambda: NOTHING_SEARCHED,
         router_note: Callable[[], str] = str,
         timelines: Timelines | None = None,
@@ -60,8 +60,8 @@ class FrontendApi:
         admission: Admission | None = None,
         what_if: WhatIfRunner | None = None,
     ) -> None:
-        """Build the application; in `metrics_folder` the processes that share our port meet. Without `responses`
-        none are stored. `search` says what discovery has found. `further` routes are no part of the described API."""
+        """Build the application; in `metrics_folder` the processes that share our port meet. `parts`: those
+        of extensions. `search` says what discovery has found. `further` routes are no part of the described API."""
         self.admission = admission or Admission(settings.max_inflight)
         self.timelines, self.what_if = timelines or Timelines(), what_if
         services = Services(
@@ -73,7 +73,7 @@ class FrontendApi:
             metrics_folder,
             document=cache(partial(openapi, endpoints, version("kvmesh"), settings.max_request_timeout_s)),
             search=search,
-            responses=responses,
+            parts=parts or SharedParts(),
             is_steered=settings.is_steered,
             router_note=router_note,
             slo=settings.slo,

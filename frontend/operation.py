@@ -54,7 +54,7 @@ class Operation:
     events: tuple[Kind, ...] = ()  # where it can stream: the data of an event is one of these
     ends_with_done: bool = False  # ... or [DONE]
     error: Kind = ErrorBody
-    other: tuple[Kind, Kind] | None = None  # reply and error for clients of another API, which headers tell apart
+    others: Sequence[tuple[Kind, Kind]] = ()  # reply and error for clients of other APIs, which headers tell apart
     query: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # description and schema
     failures: tuple[int, ...] = ()
     fails_with_reply: bool = False  # its failures have the shape of the reply
@@ -69,8 +69,8 @@ class Operation:
 
     @property
     def replies(self) -> tuple[Kind, ...]:
-        return (self.reply,) if self.other is None else (self.reply, self.other[0])
+        return (self.reply, *(reply for reply, _ in self.others))
 
     @property
     def errors(self) -> tuple[Kind, ...]:
-        return (self.error,) if self.other is None else (self.error, self.other[1])
+        return (self.error, *(error for _, error in self.others))

@@ -21,6 +21,7 @@ from kvmesh.frontend.config import FrontendConfig
 from kvmesh.frontend.crew import WorkerCrew
 from kvmesh.frontend.direct import DirectRouter
 from kvmesh.frontend.dispatch import Dispatcher
+from kvmesh.frontend.extension import FrontendParts
 from kvmesh.frontend.http import FrontendApi, HttpSettings
 from kvmesh.frontend.keys.guard import ApiKeyGuard, Doorkeeper
 from kvmesh.frontend.keys.issuer import IssuerKeys
@@ -32,11 +33,10 @@ from kvmesh.frontend.live.opening import live_page, live_parts
 from kvmesh.frontend.model_files import ModelFolders, default_cache_dir
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.presence import NEVER, MeshPresence
-from kvmesh.frontend.responses.opening import check_setting, open_store
-from kvmesh.frontend.responses.retention import StoreLimits
-from kvmesh.frontend.responses.state import KeptResponses
 from kvmesh.frontend.security import open_to, tls_context
 from kvmesh.frontend.service_level import ServiceLevel
+from kvmesh.frontend.table import EXTENSIONS
+from kvmesh.frontend.timeline import Timelines
 from kvmesh.frontend.tracing import Tracing
 from kvmesh.mesh.discovery import Discovery, open_discovery, standing_calls
 from kvmesh.mesh.exposition import labelled
@@ -80,7 +80,8 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
     tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
     limits = LimitSharing(f"{config.name}-{new_generation():x}")
     meters, cors = Meters(sharing=limits), open_to(config.cors_origins)
-    guard, responses = open_guard(config, meters), kept_responses(config)
+    guard = open_guard(config, meters)
+    runs = [run for extension in EXTENSIONS if (run := extension.prepare(config)) is not None]
     async with AsyncExitStack() as cleanup:
         cleanup.callback(meters.close)
         cleanup.enter_context(labelled("frontend", config.namespace))
@@ -103,14 +104,30 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             folder = Path(config.shares_port_with) if config.shares_port_with else None
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))
-            follow += keep(responses, feeds, cleanup)
+            settings, crew = settings_of(config, credentials), WorkerCrew(plane, models, workers.resting)
+            parts = FrontendParts(
+                config=config,
+                tls=tls,
+                plane=plane,
+                discovery=discovery,
+                workers=workers,
+                router=opened.router,
+                dispatcher=dispatcher,
+                admission=Admission(settings.max_inflight),
+                timelines=Timelines(),
+                stop=stop,
+                feeds=feeds,
+                following=follow,
+                guard=guard,
+            )
+            for run in runs:
+                await cleanup.enter_async_context(run(parts))
             if guard is not None:
                 follow += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
-            opening = partial(FrontendApi, responses=responses, search=search, router_note=opened.note)
-            settings, crew = settings_of(config, credentials), WorkerCrew(plane, models, workers.resting)
-            parts = live_parts(config, opened.router, dispatcher, workers, discovery, settings, guard)
-            live = await cleanup.enter_async_context(live_page(config, parts, credentials, guard, tls, stop))
-            api = opening(settings, models, dispatcher, opened.is_ready, folder, crew=crew, **parts.of_api(live))
+            opening = partial(FrontendApi, parts=parts.shared, search=search, router_note=opened.note)
+            live_ = live_parts(config, opened.router, dispatcher, workers, discovery, settings, guard)
+            live = await cleanup.enter_async_context(live_page(config, live_, credentials, guard, tls, stop))
+            api = opening(settings, models, dispatcher, opened.is_ready, folder, crew=crew, **live_.of_api(live))
             configure(api, config, guard, cors, cleanup)
             observe(models, search, settings.slo)
             await unless_stopped(hear(discovery, models), stop)
@@ -357,30 +374,6 @@ def embedded_config(config: FrontendConfig, router_config: RouterConfig) -> Rout
     if slo_itl_s is None and config.slo_itl_s != DEFAULT_SLO_ITL_S:
         slo_itl_s = config.slo_itl_s
     return structs.replace(router_config, name=f"{config.name}-{new_generation():x}", slo_itl_s=slo_itl_s)
-
-
-def kept_responses(config: FrontendConfig) -> KeptResponses | None:
-    """Return the stored responses, None where none are stored. Raise ConfigError."""
-    check_setting(config.responses_store, is_one_process=not config.shares_port_with)
-    limits = StoreLimits(
-        max_count=config.responses_max,
-        max_bytes=int(config.responses_max_mib * 2**20),
-        ttl_s=config.responses_ttl_s,
-    )
-    store = open_store(config.responses_store, limits)
-    if store is None:
-        return None
-    return KeptResponses(store, config.responses_background, is_keyed=bool(config.api_keys_file or config.jwt_keys))
-
-
-def keep(
-    responses: KeptResponses | None, feeds: asyncio.TaskGroup, cleanup: AsyncExitStack
-) -> list[asyncio.Task[None]]:
-    """Keep the stored responses in order, if there are any; close them at the end."""
-    if responses is None:
-        return []
-    cleanup.push_async_callback(responses.close)
-    return [feeds.create_task(responses.run(), name="frontend: keep responses")]
 
 
 async def share_limits(

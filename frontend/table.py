@@ -2,31 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvmesh.frontend.anthropic import count, messages
-from kvmesh.frontend.anthropic.errors import error_body as anthropic_error
 from kvmesh.frontend.endpoint import Endpoint, ErrorShape
+from kvmesh.frontend.extension import FrontendExtension
 from kvmesh.frontend.mesh_api import controls, route, status, tokenize, whatif
 from kvmesh.frontend.openai import chat, completions, embeddings, models
-from kvmesh.frontend.responses import count as input_tokens
-from kvmesh.frontend.responses import create as responses
-from kvmesh.frontend.responses import stored
+from kvmesh.mesh.extensions import load
+
+EXTENSIONS: Sequence[FrontendExtension] = tuple(load("frontend"))
 
 ENDPOINTS: Sequence[Endpoint] = (
     chat.ENDPOINT,
     completions.ENDPOINT,
-    responses.ENDPOINT,
-    input_tokens.ENDPOINT,
-    *stored.ENDPOINTS,
-    messages.ENDPOINT,
-    count.ENDPOINT,
+    *(endpoint for extension in EXTENSIONS for endpoint in extension.endpoints),
     embeddings.ENDPOINT,
     *tokenize.ENDPOINTS,
     route.ENDPOINT,
     *controls.ENDPOINTS,
     whatif.ENDPOINT,
-    *models.ENDPOINTS,
+    *models.endpoints([extension.models for extension in EXTENSIONS if extension.models is not None]),
     *status.ENDPOINTS,
 )
 
-ERRORS_BELOW: Mapping[str, ErrorShape] = {"/v1/messages": anthropic_error}
+ERRORS_BELOW: Mapping[str, ErrorShape] = {
+    path: shape for extension in EXTENSIONS for path, shape in extension.errors_below.items()
+}
 """The shape of errors on all paths that begin so; elsewhere OpenAI's."""

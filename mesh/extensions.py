@@ -29,7 +29,10 @@ class Extension:
         return (*dict.fromkeys(self.seams.values()), *self.folders)
 
 
-EXTENSIONS: Sequence[Extension] = ()
+EXTENSIONS: Sequence[Extension] = (
+    Extension("responses", {"frontend": "frontend/responses"}),
+    Extension("anthropic", {"frontend": "frontend/anthropic"}),
+)
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
 

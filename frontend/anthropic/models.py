@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from kvmesh.frontend.anthropic.shapes import ModelInfo, ModelPage
+from kvmesh.frontend.anthropic.errors import error_body
+from kvmesh.frontend.anthropic.shapes import ErrorAnswer, ModelInfo, ModelPage
 from kvmesh.frontend.bodies import refuse
 from kvmesh.frontend.endpoint import Services
+from kvmesh.frontend.extension import ModelsShape
 from kvmesh.frontend.keys.visits import models_for, ready_model_for
 from kvmesh.frontend.models import ServedModel
 from kvmesh.mesh.http.request import Reply, Request, json_reply
@@ -78,3 +80,20 @@ def _position(models: Sequence[ModelInfo], name: str, param: str) -> int:
     if name not in names:
         refuse(param, "there is no model of this name; begin again without it")
     return names.index(name)
+
+
+MODELS = ModelsShape(
+    is_client=is_anthropics,
+    list_models=list_models,
+    show_model=show_model,
+    page=ModelPage,
+    model=ModelInfo,
+    error=ErrorAnswer,
+    error_body=error_body,
+    note="in Anthropic's shape with the header anthropic-version or x-api-key",
+    query={
+        "limit": "in Anthropic's shape: models in a page, 1 to 1000, without it 20",
+        "after_id": "in Anthropic's shape: return the page after this model",
+        "before_id": "in Anthropic's shape: return the page before this model",
+    },
+)

@@ -1,9 +1,9 @@
 """GET /v1/models: the models and adapters that can be asked, in the shape that the client knows."""
 
-from kvmesh.frontend.anthropic import models as anthropics
-from kvmesh.frontend.anthropic.errors import error_body
-from kvmesh.frontend.anthropic.shapes import ErrorAnswer, ModelInfo, ModelPage
+from collections.abc import Callable, Sequence
+
 from kvmesh.frontend.endpoint import Endpoint, Handler, Services, identified
+from kvmesh.frontend.extension import ModelsShape
 from kvmesh.frontend.keys.visits import models_for, ready_model_for
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.openai.shapes import ModelList, ModelObject
@@ -35,39 +35,52 @@ def model_object(name: str, served: ServedModel) -> ModelObject:
     )
 
 
-def by_client(own: Handler, for_anthropics: Handler) -> Handler:
-    """Return the handler that answers clients of Anthropic's in their own shape, its failures included."""
-    ours, theirs = identified(own, "models"), identified(for_anthropics, "models", error_body)
+def by_client(own: Handler, others: Sequence[tuple[Callable[[Request], bool], Handler]]) -> Handler:
+    """Return the handler that answers clients of other APIs in their own shape, their failures included."""
+    if not others:
+        return own
 
     async def answer(services: Services, request: Request) -> Reply | ReplyStream:
-        return await (theirs if anthropics.is_anthropics(request) else ours)(services, request)
+        for is_client, handler in others:
+            if is_client(request):
+                return await handler(services, request)
+        return await own(services, request)
 
     return answer
 
 
-ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/v1/models",
-        handler=by_client(list_models, anthropics.list_models),
-        operation=Operation(
-            summary="What can be asked; in Anthropic's shape with the header anthropic-version or x-api-key",
-            reply=ModelList,
-            other=(ModelPage, ErrorAnswer),
-            query={
-                "limit": ("in Anthropic's shape: models in a page, 1 to 1000, without it 20", TEXT),
-                "after_id": ("in Anthropic's shape: return the page after this model", TEXT),
-                "before_id": ("in Anthropic's shape: return the page before this model", TEXT),
-            },
-            failures=(400, 401),
+def endpoints(shapes: Sequence[ModelsShape]) -> Sequence[Endpoint]:
+    """Return the endpoints of models. `shapes`: those of other APIs, whose clients use the same paths."""
+
+    def handler(own: Handler, others: Sequence[Handler]) -> Handler:
+        theirs = [
+            (shape.is_client, identified(other, "models", shape.error_body))
+            for shape, other in zip(shapes, others, strict=True)
+        ]
+        return by_client(identified(own, "models"), theirs)
+
+    return (
+        Endpoint(
+            method="GET",
+            path="/v1/models",
+            handler=handler(list_models, [shape.list_models for shape in shapes]),
+            operation=Operation(
+                summary="; ".join(["What can be asked", *(shape.note for shape in shapes)]),
+                reply=ModelList,
+                others=[(shape.page, shape.error) for shape in shapes],
+                query={name: (text, TEXT) for shape in shapes for name, text in shape.query.items()},
+                failures=(400, 401),
+            ),
         ),
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/models/{name:path}",  # names may have slashes
-        handler=by_client(show_model, anthropics.show_model),
-        operation=Operation(
-            summary="One model", reply=ModelObject, other=(ModelInfo, ErrorAnswer), failures=(401, 403, 404, 503)
+        Endpoint(
+            method="GET",
+            path="/v1/models/{name:path}",  # names may have slashes
+            handler=handler(show_model, [shape.show_model for shape in shapes]),
+            operation=Operation(
+                summary="One model",
+                reply=ModelObject,
+                others=[(shape.model, shape.error) for shape in shapes],
+                failures=(401, 403, 404, 503),
+            ),
         ),
-    ),
-)
+    )

@@ -10,20 +10,18 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from kvmesh.frontend.anthropic.messages import MessagesDialect
 from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.dialect import Dialect
 from kvmesh.frontend.generator import Hints
 from kvmesh.frontend.hints import PINS, with_headers
 from kvmesh.frontend.keys.salts import open_salt
 from kvmesh.frontend.models import Model
-from kvmesh.frontend.openai.chat import ChatDialect
-from kvmesh.frontend.openai.completions import CompletionsDialect
+from kvmesh.frontend.openai import embeddings
 from kvmesh.frontend.openai.embeddings import parse_embeddings, read_inputs
 from kvmesh.frontend.picker.budget import BodyBudget
 from kvmesh.frontend.picker.wire import RequestHead
 from kvmesh.frontend.prompts import answer_limit, read_prompts
-from kvmesh.frontend.request import ParsedRequest
-from kvmesh.frontend.responses.dialect import ResponsesDialect
+from kvmesh.frontend.table import ENDPOINTS
 from kvmesh.mesh.http.encodings import decoded, read_encodings
 from kvmesh.mesh.http.errors import error_body
 from kvmesh.mesh.http.request import PIECES_A_TURN
@@ -58,16 +56,10 @@ class PromptReader(Protocol):
         ...
 
 
-class _Dialect(Protocol):
-    def parse(self, body: bytes) -> ParsedRequest: ...
-
-    def error_body(self, error: MeshError, request_id: str = "") -> bytes: ...
-
-
 class AnswerReader:
     """Reads requests for answers, in any dialect."""
 
-    def __init__(self, dialect: _Dialect) -> None:
+    def __init__(self, dialect: Dialect) -> None:
         self.error_body = dialect.error_body
         self._parse = dialect.parse
 
@@ -93,11 +85,8 @@ class EmbeddingsReader:
 
 
 READERS: Mapping[str, PromptReader] = {
-    "/v1/chat/completions": AnswerReader(ChatDialect()),
-    "/v1/completions": AnswerReader(CompletionsDialect()),
-    "/v1/messages": AnswerReader(MessagesDialect()),
-    "/v1/responses": AnswerReader(ResponsesDialect()),
-    "/v1/embeddings": EmbeddingsReader(),
+    **{endpoint.path: AnswerReader(endpoint.dialect) for endpoint in ENDPOINTS if endpoint.dialect is not None},
+    embeddings.ENDPOINT.path: EmbeddingsReader(),
 }
 
 

@@ -8,6 +8,7 @@ from kvmesh.frontend.operation import ASKED_FAILURES, Operation
 from kvmesh.frontend.prompts import read_prompts
 from kvmesh.frontend.responses.parse import parse_responses
 from kvmesh.frontend.responses.shapes import InputTokens, ResponsesRequest
+from kvmesh.frontend.responses.state import KeptResponses
 from kvmesh.mesh.http.request import Reply, Request, json_reply
 
 
@@ -15,7 +16,8 @@ async def count_input_tokens(services: Services, request: Request) -> Reply:
     """Count the tokens that the same body would have as the prompt of a response. Raise MeshError."""
     deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
     with services.admission.enter(), services.admission.until(deadline):
-        storage = await services.responses.storage_for(request) if services.responses is not None else None
+        kept = services.parts.find(KeptResponses)
+        storage = None if kept is None else await kept.storage_for(request)
         parsed = salted(request, parse_responses(request.body, storage))
         async with visiting(request):
             [prompt] = await read_prompts(parsed, await model_for(request, services.models, parsed.model))

@@ -72,7 +72,7 @@ _STATELESS = ResponsesDialect()
 
 def respond(services: Services, request: Request) -> Awaitable[Reply | ReplyStream]:
     """Answer one request. Failures are answers too; only cancellation is raised."""
-    if (kept := services.responses) is None:
+    if (kept := services.parts.find(KeptResponses)) is None:
         return answer(_STATELESS, services, request)
     return answer_and_store(services, request, kept)
 
@@ -128,8 +128,9 @@ class StoringExchange(Exchange):
 
     @property
     def _kept(self) -> KeptResponses:
-        assert self._services.responses is not None, "responses are stored"
-        return self._services.responses
+        kept = self._services.parts.find(KeptResponses)
+        assert kept is not None, "responses are stored"
+        return kept
 
     def _record(self, job: Job, response: Response) -> StoredResponse:
         return record_of(job, self._kept.owner(self._request), response)
@@ -316,6 +317,7 @@ ENDPOINT = Endpoint(
     method="POST",
     path="/v1/responses",
     handler=respond,
+    dialect=_STATELESS,
     operation=Operation(
         summary="Answer, in the shape of OpenAI's Responses API",
         request=(ResponsesRequest,),

@@ -96,7 +96,7 @@ def _place(ids: Sequence[str], query: dict[str, str], name: str) -> int:
 async def _found(services: Services, request: Request) -> tuple[KeptResponses, StoredResponse]:
     """Return the response that the path names. Raise NotFoundError, also for a response of another API key."""
     response_id = request.params["response_id"]
-    kept = services.responses
+    kept = services.parts.find(KeptResponses)
     if kept is None:
         raise NotFoundError("no responses are stored here", hint="start the frontend with --responses-store")
     record = await kept.find(kept.owner(request), response_id)

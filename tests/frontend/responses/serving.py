@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from kvmesh.frontend.http import FrontendApi, HttpSettings
 from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.parts import SharedParts
 from kvmesh.frontend.responses.state import KeptResponses
 from kvmesh.mesh.http.server import listening
 from kvmesh.protocol.messages import Delta, Feature, FinishReason, unpack_tokens
@@ -117,7 +118,8 @@ async def serving(thinking_model: Path, responses: KeptResponses | None = None) 
     models.add(
         replace(card, tool_parser="hermes", reasoning_parser="qwen3", features=(Feature.GUIDED, Feature.LOGPROBS))
     )
-    api = FrontendApi(HttpSettings(max_body_bytes=256 * 1024, max_inflight=4), models, generator, responses=responses)
+    parts = SharedParts() if responses is None else SharedParts(responses)
+    api = FrontendApi(HttpSettings(max_body_bytes=256 * 1024, max_inflight=4), models, generator, parts=parts)
     async with (
         listening(api.app, "127.0.0.1", 0) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,

@@ -14,11 +14,10 @@ import pytest
 from kvmesh.frontend.config import FrontendConfig
 from kvmesh.frontend.responses import directory_store
 from kvmesh.frontend.responses.directory_store import LEASE_S, STALE_S, DirectoryStore
-from kvmesh.frontend.responses.opening import check_setting, open_store
+from kvmesh.frontend.responses.opening import check, open_store
 from kvmesh.frontend.responses.retention import StoreLimits
 from kvmesh.frontend.responses.state import KeptResponses
 from kvmesh.frontend.responses.store import StorageError, StoredResponse
-from kvmesh.frontend.service import kept_responses
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import Delta
 from tests.frontend.responses.serving import ASKED, ids, serving, words
@@ -192,22 +191,22 @@ async def test_a_background_stream_is_read_by_way_of_another_frontend(thinking_m
 @pytest.mark.parametrize("setting", ["on", "dir", "dir:", "memory:", "file:x", ""])
 def test_an_unknown_store_is_refused_by_name(setting: str) -> None:
     with pytest.raises(ConfigError, match="off, memory or dir:PATH"):
-        open_store(setting, StoreLimits())
+        open_store(FrontendConfig(responses_store=setting))
 
 
 def test_processes_that_share_a_port_cannot_store_in_memory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dir:PATH"):
-        check_setting("memory", is_one_process=False)
+        check(FrontendConfig(responses_store="memory", processes=2))
     with pytest.raises(ConfigError, match="dir:PATH"):
-        kept_responses(FrontendConfig(responses_store="memory", shares_port_with=str(tmp_path)))
-    check_setting(f"dir:{tmp_path}", is_one_process=False)
+        open_store(FrontendConfig(responses_store="memory", shares_port_with=str(tmp_path)))
+    check(FrontendConfig(responses_store=f"dir:{tmp_path}", processes=2))
 
 
 def test_a_directory_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot keep responses in"):
-        kept_responses(FrontendConfig(responses_store=f"dir:{tmp_path / 'file'}"))
+        open_store(FrontendConfig(responses_store=f"dir:{tmp_path / 'file'}"))
 
 
 def test_nothing_is_stored_unless_it_is_asked_for() -> None:
-    assert kept_responses(FrontendConfig()) is None
+    assert open_store(FrontendConfig()) is None
