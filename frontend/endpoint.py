@@ -36,7 +36,6 @@ from kvmesh.frontend.running import run
 from kvmesh.frontend.service_level import NO_LIMIT, ServiceLevel
 from kvmesh.frontend.timeline import RequestTimeline, Timelines
 from kvmesh.frontend.timeline import now as clock
-from kvmesh.frontend.whatif.runner import WhatIfRunner
 from kvmesh.mesh.http.connection import refusal
 from kvmesh.mesh.http.errors import error_body
 from kvmesh.mesh.http.request import Reply, ReplyStream, Request
@@ -81,7 +80,6 @@ class Services:
     gen_ai: GenAiMetrics | None = None  # None: only our own names are counted
     timelines: Timelines = field(default_factory=Timelines)
     crew: WorkerCrew | None = None  # None: this frontend reaches no workers
-    what_if: WhatIfRunner | None = None  # None: strangers reach this API
 
 
 Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]

@@ -29,7 +29,6 @@ from kvmesh.frontend.keys.meters import Meters
 from kvmesh.frontend.keys.salts import read_secret
 from kvmesh.frontend.keys.sharing import LimitSharing
 from kvmesh.frontend.keys.tokens import TokenRules, TokenVerifier
-from kvmesh.frontend.live.opening import live_page, live_parts
 from kvmesh.frontend.model_files import ModelFolders, default_cache_dir
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.presence import NEVER, MeshPresence
@@ -90,52 +89,89 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         cleanup.push_async_callback(plane.close)
         discovery = open_discovery(config.discovery, credentials)
         cleanup.push_async_callback(discovery.close)
-        models = open_registry(config, plane)
-        workers = worker_feed(plane, models)
         async with asyncio.TaskGroup() as feeds:
-            search = partial(searched, workers, models, down := DownWorkers())
-            presence = MeshPresence(workers, workers.resting)
-            models.is_awaited = lambda model: presence.waits_for_model(model) > NEVER
-            follow = follow_workers(feeds, workers, down, discovery, models)
-            follow.append(feeds.create_task(presence.run(discovery), name="frontend: follow owners of workers"))
+            models, down = open_registry(config, plane), DownWorkers()
+            workers = worker_feed(plane, models)
             opened = await open_router(config, router_config, plane, workers, discovery, cleanup)
-            follow += [] if opened.run is None else [feeds.create_task(opened.run, name="frontend: follow routers")]
-            dispatcher = Dispatcher(opened.router, plane, lambda name: models.find(name).facts.block_size, presence)
-            folder = Path(config.shares_port_with) if config.shares_port_with else None
-            if folder is not None:
-                await cleanup.enter_async_context(sharing(folder))
-            settings, crew = settings_of(config, credentials), WorkerCrew(plane, models, workers.resting)
-            parts = FrontendParts(
-                config=config,
-                tls=tls,
-                plane=plane,
-                discovery=discovery,
-                workers=workers,
-                router=opened.router,
-                dispatcher=dispatcher,
-                admission=Admission(settings.max_inflight),
-                timelines=Timelines(),
-                stop=stop,
-                feeds=feeds,
-                following=follow,
-                guard=guard,
-            )
+            parts = open_parts(config, tls, discovery, workers, models, opened, feeds, stop, plane)
+            parts.guard = guard
             for run in runs:
                 await cleanup.enter_async_context(run(parts))
             if guard is not None:
-                follow += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
-            opening = partial(FrontendApi, parts=parts.shared, search=search, router_note=opened.note)
-            live_ = live_parts(config, opened.router, dispatcher, workers, discovery, settings, guard)
-            live = await cleanup.enter_async_context(live_page(config, live_, credentials, guard, tls, stop))
-            api = opening(settings, models, dispatcher, opened.is_ready, folder, crew=crew, **live_.of_api(live))
-            configure(api, config, guard, cors, cleanup)
-            observe(models, search, settings.slo)
+                parts.following += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
+            search = partial(searched, workers, models, down)
+            follow_workers(parts, models, down, search)  # only now: whoever listens hears of every worker
+            api = await open_api(parts, models, opened, search, cleanup)
+            configure(api, config, parts.guard, cors, cleanup)
             await unless_stopped(hear(discovery, models), stop)
             if not stop.is_set():
                 await serve_clients(config, api, discovery, credentials, tls, stop)
-            await dispatcher.close()
-            for feed in follow:
+            await parts.dispatcher.close()
+            for feed in parts.following:
                 feed.cancel()
+
+
+def open_parts(
+    config: FrontendConfig,
+    tls: ssl.SSLContext | None,
+    discovery: Discovery,
+    workers: WorkerFeed,
+    models: ModelRegistry,
+    opened: "OpenedRouter",
+    feeds: asyncio.TaskGroup,
+    stop: asyncio.Event,
+    plane: PlaneClient,
+) -> FrontendParts:
+    """Return the parts that extensions read, and follow the owners of workers and the other routers."""
+    presence = MeshPresence(workers, workers.resting)
+    models.is_awaited = lambda model: presence.waits_for_model(model) > NEVER
+    parts = FrontendParts(
+        config=config,
+        tls=tls,
+        plane=plane,
+        discovery=discovery,
+        workers=workers,
+        router=opened.router,
+        dispatcher=Dispatcher(opened.router, plane, lambda name: models.find(name).facts.block_size, presence),
+        admission=Admission(config.max_inflight),
+        timelines=Timelines(),
+        stop=stop,
+        feeds=feeds,
+    )
+    parts.follow(presence.run(discovery), "follow owners of workers")
+    if opened.run is not None:
+        parts.follow(opened.run, "follow routers")
+    return parts
+
+
+async def open_api(
+    parts: FrontendParts,
+    models: ModelRegistry,
+    opened: "OpenedRouter",
+    search: Callable[[], DiscoveryReport],
+    cleanup: AsyncExitStack,
+) -> FrontendApi:
+    """Return the application, and let the gauges read what is known when they are scraped."""
+    config = parts.config
+    folder = Path(config.shares_port_with) if config.shares_port_with else None
+    if folder is not None:
+        await cleanup.enter_async_context(sharing(folder))
+    settings = settings_of(config, parts.plane.credentials)
+    observe(models, search, settings.slo)
+    return FrontendApi(
+        settings,
+        models,
+        parts.dispatcher,
+        opened.is_ready,
+        folder,
+        parts=parts.shared,
+        search=search,
+        router_note=opened.note,
+        timelines=parts.timelines,
+        crew=WorkerCrew(parts.plane, models, parts.workers.resting),
+        further=parts.routes,
+        admission=parts.admission,
+    )
 
 
 async def serve_clients(
@@ -293,8 +329,6 @@ def open_access_log(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExit
         cleanup.push_async_callback(file.close)
         api.app.access_log = file.write
     api.timelines.log()
-    if api.what_if is not None:
-        cleanup.callback(api.what_if.recent.watch())
 
 
 def observe(models: ModelRegistry, search: Callable[[], DiscoveryReport], slo: ServiceLevel) -> None:
@@ -327,19 +361,12 @@ def worker_feed(plane: PlaneClient, models: ModelRegistry) -> WorkerFeed:
 
 
 def follow_workers(
-    feeds: asyncio.TaskGroup,
-    workers: WorkerFeed,
-    down: DownWorkers,
-    discovery: Discovery,
-    models: ModelRegistry,
-) -> list[asyncio.Task[None]]:
+    parts: FrontendParts, models: ModelRegistry, down: DownWorkers, search: Callable[[], DiscoveryReport]
+) -> None:
     """Follow the workers, and say in the log why there is none."""
-    missing = tell_missing(lambda: bool(models.ready()), partial(searched, workers, models, down))
-    return [
-        feeds.create_task(workers.run(discovery), name="frontend: follow workers"),
-        feeds.create_task(down.run(discovery), name="frontend: follow workers that are down"),
-        feeds.create_task(missing, name="frontend: tell of missing workers"),
-    ]
+    parts.follow(parts.workers.run(parts.discovery), "follow workers")
+    parts.follow(down.run(parts.discovery), "follow workers that are down")
+    parts.follow(tell_missing(lambda: bool(models.ready()), search), "tell of missing workers")
 
 
 def searched(workers: WorkerFeed, models: ModelRegistry, down: DownWorkers) -> DiscoveryReport:
