@@ -23,12 +23,6 @@ from kvmesh.frontend.direct import DirectRouter
 from kvmesh.frontend.dispatch import Dispatcher
 from kvmesh.frontend.extension import FrontendParts
 from kvmesh.frontend.http import FrontendApi, HttpSettings
-from kvmesh.frontend.keys.guard import ApiKeyGuard, Doorkeeper
-from kvmesh.frontend.keys.issuer import IssuerKeys
-from kvmesh.frontend.keys.meters import Meters
-from kvmesh.frontend.keys.salts import read_secret
-from kvmesh.frontend.keys.sharing import LimitSharing
-from kvmesh.frontend.keys.tokens import TokenRules, TokenVerifier
 from kvmesh.frontend.model_files import ModelFolders, default_cache_dir
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.presence import NEVER, MeshPresence
@@ -37,20 +31,18 @@ from kvmesh.frontend.service_level import ServiceLevel
 from kvmesh.frontend.table import EXTENSIONS
 from kvmesh.frontend.timeline import Timelines
 from kvmesh.frontend.tracing import Tracing
-from kvmesh.mesh.discovery import Discovery, open_discovery, standing_calls
+from kvmesh.mesh.discovery import Discovery, open_discovery
 from kvmesh.mesh.exposition import labelled
 from kvmesh.mesh.http.cors import Cors
 from kvmesh.mesh.http.door import Door
-from kvmesh.mesh.http.server import Leaving, listening, log_line
+from kvmesh.mesh.http.server import Guard, Leaving, listening, log_line
 from kvmesh.mesh.identity.credentials import Credentials
 from kvmesh.mesh.identity.metrics import using
 from kvmesh.mesh.identity.names import MeshRole
 from kvmesh.mesh.lifecycle import unless_stopped, watch_parent
 from kvmesh.mesh.merged_metrics import ready_file, sharing
 from kvmesh.mesh.plane.client import PlaneClient
-from kvmesh.mesh.plane.server import PlaneServer
 from kvmesh.mesh.telemetry import log_ready
-from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.ids import new_generation
 from kvmesh.protocol.messages import FrontendCard, encode_card
 from kvmesh.protocol.version import RELEASE
@@ -77,12 +69,9 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
     """Answer until `stop` is set, then finish what is in flight."""
     watch_parent(stop)
     tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
-    limits = LimitSharing(f"{config.name}-{new_generation():x}")
-    meters, cors = Meters(sharing=limits), open_to(config.cors_origins)
-    guard = open_guard(config, meters)
+    cors = open_to(config.cors_origins)
     runs = [run for extension in EXTENSIONS if (run := extension.prepare(config)) is not None]
     async with AsyncExitStack() as cleanup:
-        cleanup.callback(meters.close)
         cleanup.enter_context(labelled("frontend", config.namespace))
         credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.FRONTEND))
         plane = PlaneClient(credentials)
@@ -94,11 +83,8 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             workers = worker_feed(plane, models)
             opened = await open_router(config, router_config, plane, workers, discovery, cleanup)
             parts = open_parts(config, tls, discovery, workers, models, opened, feeds, stop, plane)
-            parts.guard = guard
             for run in runs:
                 await cleanup.enter_async_context(run(parts))
-            if guard is not None:
-                parts.following += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
             search = partial(searched, workers, models, down)
             follow_workers(parts, models, down, search)  # only now: whoever listens hears of every worker
             api = await open_api(parts, models, opened, search, cleanup)
@@ -196,27 +182,6 @@ async def serve_clients(
         await drain(api.admission, config.drain_timeout_s, config.drain_notice_s, leaving.leave)
 
 
-def open_guard(config: FrontendConfig, meters: Meters) -> Doorkeeper | None:
-    """Return what lets requests in; None if the API is open. Raise ConfigError."""
-    secret, issuer = read_secret(config.salt_secret_file), open_issuer(config)
-    keys = ApiKeyGuard(config.api_keys_file, meters=meters, secret=secret) if config.api_keys_file else None
-    if issuer is None:
-        return None if keys is None else Doorkeeper(keys, None)
-    rules = TokenRules(config.jwt_issuer, config.jwt_audience, config.jwt_leeway_s, config.jwt_tenant_claim)
-    return Doorkeeper(keys, TokenVerifier(issuer, rules, meters, secret=secret))
-
-
-def open_issuer(config: FrontendConfig) -> IssuerKeys | None:
-    """Return the keys of tokens' issuer; None if tokens are not taken. Raise ConfigError."""
-    if not config.jwt_keys:
-        return None
-    if not (config.jwt_issuer and config.jwt_audience):
-        raise ConfigError(
-            "--jwt-keys is given without --jwt-issuer and --jwt-audience", hint="a token made for others must not count"
-        )
-    return IssuerKeys(config.jwt_keys)
-
-
 @asynccontextmanager
 async def listening_at(
     config: FrontendConfig, api: FrontendApi, tls: ssl.SSLContext | None, leaving: Leaving
@@ -293,7 +258,7 @@ async def open_router(
 
 
 def configure(
-    api: FrontendApi, config: FrontendConfig, guard: Doorkeeper | None, cors: Cors | None, cleanup: AsyncExitStack
+    api: FrontendApi, config: FrontendConfig, guard: Guard | None, cors: Cors | None, cleanup: AsyncExitStack
 ) -> None:
     """Set what the application lets in and logs."""
     api.app.guard, api.app.cors, api.app.allowed_hosts = guard, cors, config.allowed_hosts
@@ -401,27 +366,6 @@ def embedded_config(config: FrontendConfig, router_config: RouterConfig) -> Rout
     if slo_itl_s is None and config.slo_itl_s != DEFAULT_SLO_ITL_S:
         slo_itl_s = config.slo_itl_s
     return structs.replace(router_config, name=f"{config.name}-{new_generation():x}", slo_itl_s=slo_itl_s)
-
-
-async def share_limits(
-    config: FrontendConfig,
-    limits: LimitSharing,
-    issuer: IssuerKeys | None,
-    plane: PlaneClient,
-    discovery: Discovery,
-    feeds: asyncio.TaskGroup,
-    cleanup: AsyncExitStack,
-) -> list[asyncio.Task[None]]:
-    """Let the frontends of the mesh hold keys to their limits together, and follow the issuer of tokens."""
-    server = PlaneServer(limits.handlers(), standing=standing_calls(discovery), credentials=plane.credentials)
-    cleanup.push_async_callback(limits.close)
-    cleanup.push_async_callback(server.close)
-    address = await server.start(config.host, config.limits_port, advertise_host=config.advertise_host)
-    task = feeds.create_task(limits.run(discovery, plane, address), name="frontend: share limits")
-    await limits.joined()
-    if issuer is None:
-        return [task]
-    return [task, feeds.create_task(issuer.run(), name="frontend: fetch public keys")]
 
 
 def settings_of(config: FrontendConfig, credentials: Credentials | None) -> HttpSettings:

@@ -20,7 +20,6 @@ OF_CORE = {
     "replay": ("kvmesh.simulator.replay", "simulate a mesh under a trace or synthetic load"),
     "bench": ("kvmesh.commands.bench.parts", "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`"),
     "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them, with an admin key"),
-    "keys": ("kvmesh.commands.keys", "make and show the lines of a file of API keys"),
     "profile": ("kvmesh.profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
     "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
     "announce": ("kvmesh.commands.announce", "publish a running server, for `kvmesh attach --discover`"),

@@ -30,6 +30,11 @@ class Extension:
 
 
 EXTENSIONS: Sequence[Extension] = (
+    Extension(
+        "keys",
+        {"frontend": "frontend/keys"},
+        commands={"keys": ("frontend.keys.command", "make and show the lines of a file of API keys")},
+    ),
     Extension("responses", {"frontend": "frontend/responses"}),
     Extension("anthropic", {"frontend": "frontend/anthropic"}),
     Extension(

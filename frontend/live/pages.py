@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 
-from kvmesh.frontend.keys.caller import check_whole_mesh
+from kvmesh.frontend.callers import check_whole_mesh
 from kvmesh.frontend.live.hub import LiveHub
 from kvmesh.frontend.whatif.runner import NoAnswer, WhatIfRunner
 from kvmesh.mesh.http.request import Reply, ReplyStream, Request, json_reply
