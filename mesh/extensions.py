@@ -55,6 +55,7 @@ EXTENSIONS: Sequence[Extension] = (
         commands={"top": ("commands.top.command", "a running mesh in this terminal, as the live page at /ui shows it")},
         folders=("kvmesh/commands/top",),
     ),
+    Extension("picker", {"router": "frontend/picker"}),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
