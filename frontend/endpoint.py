@@ -14,6 +14,7 @@ import msgspec
 from kvmesh.frontend import metrics
 from kvmesh.frontend.access_log import access_fields
 from kvmesh.frontend.admission import Admission
+from kvmesh.frontend.callers import ApiCaller, Visit, begin, caller_of, model_for, salt_for
 from kvmesh.frontend.crew import WorkerCrew
 from kvmesh.frontend.dialect import Dialect
 from kvmesh.frontend.errors import outcome
@@ -22,9 +23,6 @@ from kvmesh.frontend.generator import Generator
 from kvmesh.frontend.guide_errors import in_callers_words
 from kvmesh.frontend.hints import with_headers
 from kvmesh.frontend.job import NO_CONTEXT, Context, Job, TokenCounts, prepare
-from kvmesh.frontend.keys.caller import KeyCaller, caller_of, salt_for
-from kvmesh.frontend.keys.meter import Visit
-from kvmesh.frontend.keys.visits import begin, model_for
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.operation import Operation
 from kvmesh.frontend.outlet import SseOutlet, WholeOutlet
@@ -36,7 +34,6 @@ from kvmesh.frontend.running import run
 from kvmesh.frontend.service_level import NO_LIMIT, ServiceLevel
 from kvmesh.frontend.timeline import RequestTimeline, Timelines
 from kvmesh.frontend.timeline import now as clock
-from kvmesh.frontend.whatif.runner import WhatIfRunner
 from kvmesh.mesh.http.connection import refusal
 from kvmesh.mesh.http.errors import error_body
 from kvmesh.mesh.http.request import Reply, ReplyStream, Request
@@ -81,7 +78,6 @@ class Services:
     gen_ai: GenAiMetrics | None = None  # None: only our own names are counted
     timelines: Timelines = field(default_factory=Timelines)
     crew: WorkerCrew | None = None  # None: this frontend reaches no workers
-    what_if: WhatIfRunner | None = None  # None: strangers reach this API
 
 
 Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]
@@ -391,7 +387,7 @@ async def reserve(visit: Visit, job: Job) -> None:
     await visit.reserve(sum([prompt.num_tokens for prompt in job.prompts]), most, len(job.branches))
 
 
-def settle(caller: KeyCaller | None, visit: Visit | None, job: Job, counts: TokenCounts) -> None:
+def settle(caller: ApiCaller | None, visit: Visit | None, job: Job, counts: TokenCounts) -> None:
     """Count the tokens that a job has used."""
     if caller is not None:
         caller.usage.add(counts.prompt, counts.completion)

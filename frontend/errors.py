@@ -10,6 +10,19 @@ class UnknownModelError(InvalidRequestError):
     code = "model_not_found"
 
 
+class ModelNotAllowedError(InvalidRequestError):
+    """The key may not ask for the model. It reads the same whether or not the model exists."""
+
+    code = "model_not_allowed"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"this API key may not use the model {model[:200]!r}",
+            hint="GET /v1/models lists those that it may use",
+            param="model",
+        )
+
+
 class PromptTooLongError(ContextLengthError):
     """The prompt leaves no room for an answer. `length` says how long it is, in words."""
 

@@ -20,7 +20,6 @@ from kvmesh.frontend.refusals import Refusals
 from kvmesh.frontend.service_level import NO_LIMIT, ServiceLevel
 from kvmesh.frontend.table import ENDPOINTS, ERRORS_BELOW
 from kvmesh.frontend.timeline import Timelines
-from kvmesh.frontend.whatif.runner import WhatIfRunner
 from kvmesh.mesh.http.server import App, HttpLimits, Route
 from kvmesh.router.findings import NOTHING_SEARCHED, DiscoveryReport
 
@@ -58,12 +57,11 @@ class FrontendApi:
         crew: WorkerCrew | None = None,
         further: Sequence[Route] = (),
         admission: Admission | None = None,
-        what_if: WhatIfRunner | None = None,
     ) -> None:
         """Build the application; in `metrics_folder` the processes that share our port meet. `parts`: those
         of extensions. `search` says what discovery has found. `further` routes are no part of the described API."""
         self.admission = admission or Admission(settings.max_inflight)
-        self.timelines, self.what_if = timelines or Timelines(), what_if
+        self.timelines = timelines or Timelines()
         services = Services(
             models,
             generator,
@@ -80,7 +78,6 @@ class FrontendApi:
             gen_ai=gen_ai_metrics() if settings.counts_gen_ai else None,
             timelines=self.timelines,
             crew=crew,
-            what_if=what_if,
         )
         self.mesh_app = App([route_of(endpoint, services) for endpoint in endpoints if endpoint.path in MESH_PATHS])
         if settings.is_closed:

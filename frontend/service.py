@@ -5,7 +5,7 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,14 +22,8 @@ from kvmesh.frontend.crew import WorkerCrew
 from kvmesh.frontend.direct import DirectRouter
 from kvmesh.frontend.dispatch import Dispatcher
 from kvmesh.frontend.extension import FrontendParts
+from kvmesh.frontend.home import HOME, home
 from kvmesh.frontend.http import FrontendApi, HttpSettings
-from kvmesh.frontend.keys.guard import ApiKeyGuard, Doorkeeper
-from kvmesh.frontend.keys.issuer import IssuerKeys
-from kvmesh.frontend.keys.meters import Meters
-from kvmesh.frontend.keys.salts import read_secret
-from kvmesh.frontend.keys.sharing import LimitSharing
-from kvmesh.frontend.keys.tokens import TokenRules, TokenVerifier
-from kvmesh.frontend.live.opening import live_page, live_parts
 from kvmesh.frontend.model_files import ModelFolders, default_cache_dir
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.presence import NEVER, MeshPresence
@@ -38,20 +32,18 @@ from kvmesh.frontend.service_level import ServiceLevel
 from kvmesh.frontend.table import EXTENSIONS
 from kvmesh.frontend.timeline import Timelines
 from kvmesh.frontend.tracing import Tracing
-from kvmesh.mesh.discovery import Discovery, open_discovery, standing_calls
+from kvmesh.mesh.discovery import Discovery, open_discovery
 from kvmesh.mesh.exposition import labelled
 from kvmesh.mesh.http.cors import Cors
 from kvmesh.mesh.http.door import Door
-from kvmesh.mesh.http.server import Leaving, listening, log_line
+from kvmesh.mesh.http.server import Guard, Leaving, listening, log_line
 from kvmesh.mesh.identity.credentials import Credentials
 from kvmesh.mesh.identity.metrics import using
 from kvmesh.mesh.identity.names import MeshRole
 from kvmesh.mesh.lifecycle import unless_stopped, watch_parent
 from kvmesh.mesh.merged_metrics import ready_file, sharing
 from kvmesh.mesh.plane.client import PlaneClient
-from kvmesh.mesh.plane.server import PlaneServer
 from kvmesh.mesh.telemetry import log_ready
-from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.ids import new_generation
 from kvmesh.protocol.messages import FrontendCard, encode_card
 from kvmesh.protocol.version import RELEASE
@@ -78,64 +70,100 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
     """Answer until `stop` is set, then finish what is in flight."""
     watch_parent(stop)
     tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
-    limits = LimitSharing(f"{config.name}-{new_generation():x}")
-    meters, cors = Meters(sharing=limits), open_to(config.cors_origins)
-    guard = open_guard(config, meters)
+    cors = open_to(config.cors_origins)
     runs = [run for extension in EXTENSIONS if (run := extension.prepare(config)) is not None]
     async with AsyncExitStack() as cleanup:
-        cleanup.callback(meters.close)
         cleanup.enter_context(labelled("frontend", config.namespace))
         credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.FRONTEND))
         plane = PlaneClient(credentials)
         cleanup.push_async_callback(plane.close)
         discovery = open_discovery(config.discovery, credentials)
         cleanup.push_async_callback(discovery.close)
-        models = open_registry(config, plane)
-        workers = worker_feed(plane, models)
         async with asyncio.TaskGroup() as feeds:
-            search = partial(searched, workers, models, down := DownWorkers())
-            presence = MeshPresence(workers, workers.resting)
-            models.is_awaited = lambda model: presence.waits_for_model(model) > NEVER
-            follow = follow_workers(feeds, workers, down, discovery, models)
-            follow.append(feeds.create_task(presence.run(discovery), name="frontend: follow owners of workers"))
+            models, down = open_registry(config, plane), DownWorkers()
+            workers = worker_feed(plane, models)
             opened = await open_router(config, router_config, plane, workers, discovery, cleanup)
-            follow += [] if opened.run is None else [feeds.create_task(opened.run, name="frontend: follow routers")]
-            dispatcher = Dispatcher(opened.router, plane, lambda name: models.find(name).facts.block_size, presence)
-            folder = Path(config.shares_port_with) if config.shares_port_with else None
-            if folder is not None:
-                await cleanup.enter_async_context(sharing(folder))
-            settings, crew = settings_of(config, credentials), WorkerCrew(plane, models, workers.resting)
-            parts = FrontendParts(
-                config=config,
-                tls=tls,
-                plane=plane,
-                discovery=discovery,
-                workers=workers,
-                router=opened.router,
-                dispatcher=dispatcher,
-                admission=Admission(settings.max_inflight),
-                timelines=Timelines(),
-                stop=stop,
-                feeds=feeds,
-                following=follow,
-                guard=guard,
-            )
+            parts = open_parts(config, tls, discovery, workers, models, opened, feeds, stop, plane)
             for run in runs:
                 await cleanup.enter_async_context(run(parts))
-            if guard is not None:
-                follow += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
-            opening = partial(FrontendApi, parts=parts.shared, search=search, router_note=opened.note)
-            live_ = live_parts(config, opened.router, dispatcher, workers, discovery, settings, guard)
-            live = await cleanup.enter_async_context(live_page(config, live_, credentials, guard, tls, stop))
-            api = opening(settings, models, dispatcher, opened.is_ready, folder, crew=crew, **live_.of_api(live))
-            configure(api, config, guard, cors, cleanup)
-            observe(models, search, settings.slo)
+            search = partial(searched, workers, models, down)
+            follow_workers(parts, models, down, search)  # only now: whoever listens hears of every worker
+            api = await open_api(parts, models, opened, search, cleanup)
+            configure(api, config, parts.guard, cors, cleanup)
             await unless_stopped(hear(discovery, models), stop)
             if not stop.is_set():
                 await serve_clients(config, api, discovery, credentials, tls, stop)
-            await dispatcher.close()
-            for feed in follow:
+            await parts.dispatcher.close()
+            for feed in parts.following:
                 feed.cancel()
+
+
+def open_parts(
+    config: FrontendConfig,
+    tls: ssl.SSLContext | None,
+    discovery: Discovery,
+    workers: WorkerFeed,
+    models: ModelRegistry,
+    opened: "OpenedRouter",
+    feeds: asyncio.TaskGroup,
+    stop: asyncio.Event,
+    plane: PlaneClient,
+) -> FrontendParts:
+    """Return the parts that extensions read, and follow the owners of workers and the other routers."""
+    presence = MeshPresence(workers, workers.resting)
+    models.is_awaited = lambda model: presence.waits_for_model(model) > NEVER
+    parts = FrontendParts(
+        config=config,
+        tls=tls,
+        plane=plane,
+        discovery=discovery,
+        workers=workers,
+        router=opened.router,
+        dispatcher=Dispatcher(opened.router, plane, lambda name: models.find(name).facts.block_size, presence),
+        admission=Admission(config.max_inflight),
+        timelines=Timelines(),
+        stop=stop,
+        feeds=feeds,
+    )
+    parts.follow(presence.run(discovery), "follow owners of workers")
+    if opened.run is not None:
+        parts.follow(opened.run, "follow routers")
+    return parts
+
+
+async def open_api(
+    parts: FrontendParts,
+    models: ModelRegistry,
+    opened: "OpenedRouter",
+    search: Callable[[], DiscoveryReport],
+    cleanup: AsyncExitStack,
+) -> FrontendApi:
+    """Return the application, and let the gauges read what is known when they are scraped."""
+    config = parts.config
+    folder = Path(config.shares_port_with) if config.shares_port_with else None
+    if folder is not None:
+        await cleanup.enter_async_context(sharing(folder))
+    settings = settings_of(config, parts.plane.credentials)
+    observe(models, search, settings.slo)
+    return FrontendApi(
+        settings,
+        models,
+        parts.dispatcher,
+        opened.is_ready,
+        folder,
+        parts=parts.shared,
+        search=search,
+        router_note=opened.note,
+        timelines=parts.timelines,
+        crew=WorkerCrew(parts.plane, models, parts.workers.resting),
+        further=with_home(parts.routes),
+        admission=parts.admission,
+    )
+
+
+def with_home(routes: Sequence[Route]) -> Sequence[Route]:
+    """Return the routes, with one for `/`: where no page has it, it leads to the description of the API."""
+    return routes if any(route.path == HOME for route in routes) else [*routes, home("/docs")]
 
 
 async def serve_clients(
@@ -158,27 +186,6 @@ async def serve_clients(
         await stop.wait()
         await registration.withdraw()
         await drain(api.admission, config.drain_timeout_s, config.drain_notice_s, leaving.leave)
-
-
-def open_guard(config: FrontendConfig, meters: Meters) -> Doorkeeper | None:
-    """Return what lets requests in; None if the API is open. Raise ConfigError."""
-    secret, issuer = read_secret(config.salt_secret_file), open_issuer(config)
-    keys = ApiKeyGuard(config.api_keys_file, meters=meters, secret=secret) if config.api_keys_file else None
-    if issuer is None:
-        return None if keys is None else Doorkeeper(keys, None)
-    rules = TokenRules(config.jwt_issuer, config.jwt_audience, config.jwt_leeway_s, config.jwt_tenant_claim)
-    return Doorkeeper(keys, TokenVerifier(issuer, rules, meters, secret=secret))
-
-
-def open_issuer(config: FrontendConfig) -> IssuerKeys | None:
-    """Return the keys of tokens' issuer; None if tokens are not taken. Raise ConfigError."""
-    if not config.jwt_keys:
-        return None
-    if not (config.jwt_issuer and config.jwt_audience):
-        raise ConfigError(
-            "--jwt-keys is given without --jwt-issuer and --jwt-audience", hint="a token made for others must not count"
-        )
-    return IssuerKeys(config.jwt_keys)
 
 
 @asynccontextmanager
@@ -257,7 +264,7 @@ async def open_router(
 
 
 def configure(
-    api: FrontendApi, config: FrontendConfig, guard: Doorkeeper | None, cors: Cors | None, cleanup: AsyncExitStack
+    api: FrontendApi, config: FrontendConfig, guard: Guard | None, cors: Cors | None, cleanup: AsyncExitStack
 ) -> None:
     """Set what the application lets in and logs."""
     api.app.guard, api.app.cors, api.app.allowed_hosts = guard, cors, config.allowed_hosts
@@ -293,8 +300,6 @@ def open_access_log(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExit
         cleanup.push_async_callback(file.close)
         api.app.access_log = file.write
     api.timelines.log()
-    if api.what_if is not None:
-        cleanup.callback(api.what_if.recent.watch())
 
 
 def observe(models: ModelRegistry, search: Callable[[], DiscoveryReport], slo: ServiceLevel) -> None:
@@ -327,19 +332,12 @@ def worker_feed(plane: PlaneClient, models: ModelRegistry) -> WorkerFeed:
 
 
 def follow_workers(
-    feeds: asyncio.TaskGroup,
-    workers: WorkerFeed,
-    down: DownWorkers,
-    discovery: Discovery,
-    models: ModelRegistry,
-) -> list[asyncio.Task[None]]:
+    parts: FrontendParts, models: ModelRegistry, down: DownWorkers, search: Callable[[], DiscoveryReport]
+) -> None:
     """Follow the workers, and say in the log why there is none."""
-    missing = tell_missing(lambda: bool(models.ready()), partial(searched, workers, models, down))
-    return [
-        feeds.create_task(workers.run(discovery), name="frontend: follow workers"),
-        feeds.create_task(down.run(discovery), name="frontend: follow workers that are down"),
-        feeds.create_task(missing, name="frontend: tell of missing workers"),
-    ]
+    parts.follow(parts.workers.run(parts.discovery), "follow workers")
+    parts.follow(down.run(parts.discovery), "follow workers that are down")
+    parts.follow(tell_missing(lambda: bool(models.ready()), search), "tell of missing workers")
 
 
 def searched(workers: WorkerFeed, models: ModelRegistry, down: DownWorkers) -> DiscoveryReport:
@@ -374,27 +372,6 @@ def embedded_config(config: FrontendConfig, router_config: RouterConfig) -> Rout
     if slo_itl_s is None and config.slo_itl_s != DEFAULT_SLO_ITL_S:
         slo_itl_s = config.slo_itl_s
     return structs.replace(router_config, name=f"{config.name}-{new_generation():x}", slo_itl_s=slo_itl_s)
-
-
-async def share_limits(
-    config: FrontendConfig,
-    limits: LimitSharing,
-    issuer: IssuerKeys | None,
-    plane: PlaneClient,
-    discovery: Discovery,
-    feeds: asyncio.TaskGroup,
-    cleanup: AsyncExitStack,
-) -> list[asyncio.Task[None]]:
-    """Let the frontends of the mesh hold keys to their limits together, and follow the issuer of tokens."""
-    server = PlaneServer(limits.handlers(), standing=standing_calls(discovery), credentials=plane.credentials)
-    cleanup.push_async_callback(limits.close)
-    cleanup.push_async_callback(server.close)
-    address = await server.start(config.host, config.limits_port, advertise_host=config.advertise_host)
-    task = feeds.create_task(limits.run(discovery, plane, address), name="frontend: share limits")
-    await limits.joined()
-    if issuer is None:
-        return [task]
-    return [task, feeds.create_task(issuer.run(), name="frontend: fetch public keys")]
 
 
 def settings_of(config: FrontendConfig, credentials: Credentials | None) -> HttpSettings:

@@ -21,7 +21,7 @@ class Extension:
     name: str
     seams: Mapping[Seam, str]  # folder below the root of the repository
     needs: tuple[str, ...] = ()  # other extensions whose modules it imports
-    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name -> module, one line for --help
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # module below kvmesh, line of --help
     folders: tuple[str, ...] = ()  # folders that belong to it and implement no seam
 
     @property
@@ -30,8 +30,32 @@ class Extension:
 
 
 EXTENSIONS: Sequence[Extension] = (
+    Extension(
+        "keys",
+        {"frontend": "frontend/keys"},
+        commands={"keys": ("frontend.keys.command", "make and show the lines of a file of API keys")},
+    ),
     Extension("responses", {"frontend": "frontend/responses"}),
     Extension("anthropic", {"frontend": "frontend/anthropic"}),
+    Extension(
+        "whatif",
+        {"frontend": "frontend/whatif"},
+        commands={
+            "whatif": (
+                "commands.whatif.command",
+                "recent requests again, simulated with other workers, caches or policies",
+            )
+        },
+        folders=("simulator/whatif", "kvmesh/commands/whatif"),
+    ),
+    Extension(
+        "live",
+        {"frontend": "frontend/live"},
+        needs=("whatif",),
+        commands={"top": ("commands.top.command", "a running mesh in this terminal, as the live page at /ui shows it")},
+        folders=("kvmesh/commands/top",),
+    ),
+    Extension("picker", {"router": "frontend/picker"}),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 

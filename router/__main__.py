@@ -7,13 +7,14 @@ if __name__ == "__main__":
 
 import os
 import sys
-from importlib import import_module
 
+from kvmesh.mesh import extensions
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import run
 from kvmesh.mesh.telemetry import setup_logging
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.router.config import RouterConfig
+from kvmesh.router.extension import RouterExtension
 from kvmesh.router.service import serve
 
 
@@ -35,9 +36,10 @@ def main() -> int:
         return 2
     if config.ext_proc_port is None:
         return run(lambda stop: serve(config, stop))
-    picker = import_module(
-        "kvmesh.frontend.picker.service"
-    )  # the one place that reaches up: docs/architecture.md, "Tree"
+    picker: RouterExtension | None = next(extensions.load("router"), None)
+    if picker is None:
+        print("kvmesh router: --ext-proc-port needs the endpoint picker, which is not installed", file=sys.stderr)
+        return 2
     return run(lambda stop: picker.serve(config, stop))
 
 

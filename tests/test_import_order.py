@@ -35,7 +35,6 @@ MAY_USE: Mapping[str, frozenset[str]] = {
 # Edges that point sideways or up on purpose: what starts a service may open one other by name, when it is told to.
 OPENED: frozenset[tuple[str, str]] = frozenset(
     {
-        ("kvmesh.router.__main__", "kvmesh.frontend.picker.service"),
         ("kvmesh.commands.laboratory", "kvmesh.lab.commands"),
     }
 )

@@ -5,8 +5,8 @@ import asyncio
 from kvmesh.frontend.anthropic.errors import error_body
 from kvmesh.frontend.anthropic.parse import PROMPT_DEFAULTS, parse_count
 from kvmesh.frontend.anthropic.shapes import CountRequest, ErrorAnswer, TokenCount
+from kvmesh.frontend.callers import model_for, visiting
 from kvmesh.frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
-from kvmesh.frontend.keys.visits import model_for, visiting
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from kvmesh.frontend.prompts import chat_prompt
 from kvmesh.mesh.http.request import Reply, Request, json_reply

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from kvmesh.frontend.anthropic.errors import error_body
 from kvmesh.frontend.anthropic.shapes import ErrorAnswer, ModelInfo, ModelPage
 from kvmesh.frontend.bodies import refuse
+from kvmesh.frontend.callers import models_for, ready_model_for
 from kvmesh.frontend.endpoint import Services
 from kvmesh.frontend.extension import ModelsShape
-from kvmesh.frontend.keys.visits import models_for, ready_model_for
 from kvmesh.frontend.models import ServedModel
 from kvmesh.mesh.http.request import Reply, Request, json_reply
 

@@ -1,22 +1,9 @@
 """Refusals of requests whose key is known."""
 
 from kvmesh.frontend.keys.budget import LimitName
-from kvmesh.protocol.errors import InvalidRequestError, MeshError
+from kvmesh.protocol.errors import MeshError
 
 _RETRY_S = 1.0  # at least
-
-
-class ModelNotAllowedError(InvalidRequestError):
-    """The key may not ask for the model. It reads the same whether or not the model exists."""
-
-    code = "model_not_allowed"
-
-    def __init__(self, model: str) -> None:
-        super().__init__(
-            f"this API key may not use the model {model[:200]!r}",
-            hint="GET /v1/models lists those that it may use",
-            param="model",
-        )
 
 
 class RateLimitedError(MeshError):

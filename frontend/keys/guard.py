@@ -3,13 +3,13 @@
 import hashlib
 import hmac
 import logging
-import re
 import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from kvmesh.frontend.callers import SEND, recognise, sent_key
 from kvmesh.frontend.keys.caller import KeyCaller
 from kvmesh.frontend.keys.issuer import IssuerKeys
 from kvmesh.frontend.keys.keyfile import KeyLine, read_key_file
@@ -22,10 +22,6 @@ from kvmesh.mesh.watched_files import Stamp, WatchedFiles, stamp_of
 from kvmesh.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-_BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
-_CARRIERS = ("authorization", "x-api-key")
-SEND = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 
 class KnownKey(NamedTuple):
@@ -69,7 +65,7 @@ class ApiKeyGuard:
             raise UnauthorizedError("Incorrect API key provided", hint="check it, and " + SEND)
         if found.expires is not None and self._wall_clock() >= found.expires:
             raise UnauthorizedError("Incorrect API key provided: it has expired", hint="ask for a new one")
-        request.caller = found.caller
+        recognise(request, found.caller)
 
     def _look(self) -> Stamp:
         try:
@@ -131,22 +127,8 @@ class Doorkeeper:
     def __call__(self, request: Request) -> None:
         """Put the caller into the request. Raise UnauthorizedError, OverloadedError."""
         if self._tokens is not None and (sent := sent_key(request) or "").count(".") == 2:
-            request.caller = self._tokens.caller(sent)
+            recognise(request, self._tokens.caller(sent))
         elif self._keys is not None:
             self._keys(request)
         else:
             raise UnauthorizedError("Incorrect API key provided: no token was sent", hint=SEND)
-
-
-def sent_key(request: Request) -> str | None:
-    """The key that a request carries: OpenAI's clients send a bearer token, Anthropic's a header of its own.
-
-    Raises UnauthorizedError for one of these headers that was sent twice: what is in front of us may have looked at
-    the other.
-    """
-    names = [name for name, _ in request.headers if name in _CARRIERS]
-    if len(set(names)) < len(names):
-        raise UnauthorizedError("a header with an API key was sent twice", hint="send one key; " + SEND)
-    if found := _BEARER.fullmatch(request.header("authorization") or ""):
-        return found[1]
-    return request.header("x-api-key") or None

@@ -60,11 +60,11 @@ class Meter:
         if limits != self.limits:
             self.limits = self._lease.limits = limits
 
-    async def begin(self) -> "Visit":
+    async def begin(self) -> "KeyVisit":
         """Let a request in. Raise RateLimitedError."""
         taken = await self._obtain(1, 0, 1)
         self._count(+1)
-        return Visit(self, taken)
+        return KeyVisit(self, taken)
 
     async def reserve(self, tokens: int) -> Taken:
         """Take tokens. Raise RateLimitedError."""
@@ -269,8 +269,8 @@ class Meter:
             budget.hold(self._sharing.clock(), own, self.in_progress, self.in_progress, math.inf)
 
 
-class Visit:
-    """One request of a limited key, from its beginning to its end."""
+class KeyVisit:
+    """One request of a limited key. Implements kvmesh.frontend.callers.Visit."""
 
     __slots__ = ("_is_over", "_meter", "_request", "_requests", "_reserved", "_tokens")
 

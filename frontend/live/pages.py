@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 
-from kvmesh.frontend.keys.caller import check_whole_mesh
+from kvmesh.frontend.callers import check_whole_mesh
+from kvmesh.frontend.home import home
 from kvmesh.frontend.live.hub import LiveHub
 from kvmesh.frontend.whatif.runner import NoAnswer, WhatIfRunner
 from kvmesh.mesh.http.request import Reply, ReplyStream, Request, json_reply
@@ -35,15 +36,6 @@ def routes(hub: LiveHub, what_if: WhatIfRunner | None = None) -> Sequence[Route]
     pages = [Route("GET", path, partial(show_file, *found), is_open=True) for path, found in BUILT.items()]
     asked = [] if what_if is None else [Route("GET", WHAT_IF, partial(show_answer, what_if))]
     return [home("/ui"), *pages, Route("GET", EVENTS, partial(show_events, hub)), *asked]
-
-
-def home(path: str) -> Route:
-    """Return the route of `/`: it leads people to the page at `path`."""
-    return Route("GET", "/", partial(lead_to, path), is_open=True)
-
-
-async def lead_to(path: str, request: Request) -> Reply:
-    return Reply(status=307, headers={"location": path, "cache-control": "no-store"})
 
 
 async def show_file(name: str, content_type: str, request: Request) -> Reply:

@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.callers import caller_of, check_admin
 from kvmesh.frontend.crew import CrewMember, WorkerCrew
 from kvmesh.frontend.endpoint import Endpoint, Services, identified
-from kvmesh.frontend.keys.caller import caller_of, check_admin
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation
 from kvmesh.frontend.shapes import Strict
 from kvmesh.mesh.http.request import Reply, Request, json_reply

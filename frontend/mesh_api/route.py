@@ -2,9 +2,9 @@
 
 import asyncio
 
+from kvmesh.frontend.callers import model_for, visiting
 from kvmesh.frontend.endpoint import Endpoint, Services, identified, new_id, timeout_s, with_hints
 from kvmesh.frontend.job import prepare
-from kvmesh.frontend.keys.visits import model_for, visiting
 from kvmesh.frontend.openai.parameters import parse_either
 from kvmesh.frontend.openai.shapes import ChatRequest, CompletionRequest
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation

@@ -9,9 +9,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.callers import model_for, salt_for, visiting
 from kvmesh.frontend.endpoint import Endpoint, Services, identified
-from kvmesh.frontend.keys.caller import salt_for
-from kvmesh.frontend.keys.visits import model_for, visiting
 from kvmesh.frontend.models import Model
 from kvmesh.frontend.openai.parameters import CHAT_NAMES, declared, message_of
 from kvmesh.frontend.openai.shapes import Message, ToolSpec

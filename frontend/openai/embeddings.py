@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from kvmesh.frontend import metrics
 from kvmesh.frontend.access_log import access_fields
 from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.callers import Visit, begin, caller_of, model_for
 from kvmesh.frontend.endpoint import (
     Endpoint,
     Services,
@@ -27,9 +28,6 @@ from kvmesh.frontend.endpoint import (
 )
 from kvmesh.frontend.errors import outcome
 from kvmesh.frontend.generator import Generator, Hints
-from kvmesh.frontend.keys.caller import caller_of
-from kvmesh.frontend.keys.meter import Visit
-from kvmesh.frontend.keys.visits import begin, model_for
 from kvmesh.frontend.models import Model
 from kvmesh.frontend.openai.parameters import prompts_of
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes

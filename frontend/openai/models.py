@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from kvmesh.frontend.callers import models_for, ready_model_for
 from kvmesh.frontend.endpoint import Endpoint, Handler, Services, identified
 from kvmesh.frontend.extension import ModelsShape
-from kvmesh.frontend.keys.visits import models_for, ready_model_for
 from kvmesh.frontend.models import ServedModel
 from kvmesh.frontend.openai.shapes import ModelList, ModelObject
 from kvmesh.frontend.operation import Operation

@@ -14,13 +14,13 @@ from kvmesh.frontend.bodies import decode_body
 from kvmesh.frontend.dialect import Dialect
 from kvmesh.frontend.generator import Hints
 from kvmesh.frontend.hints import PINS, with_headers
-from kvmesh.frontend.keys.salts import open_salt
 from kvmesh.frontend.models import Model
 from kvmesh.frontend.openai import embeddings
 from kvmesh.frontend.openai.embeddings import parse_embeddings, read_inputs
 from kvmesh.frontend.picker.budget import BodyBudget
 from kvmesh.frontend.picker.wire import RequestHead
 from kvmesh.frontend.prompts import answer_limit, read_prompts
+from kvmesh.frontend.salts import open_salt
 from kvmesh.frontend.table import ENDPOINTS
 from kvmesh.mesh.http.encodings import decoded, read_encodings
 from kvmesh.mesh.http.errors import error_body

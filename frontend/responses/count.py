@@ -2,8 +2,8 @@
 
 import asyncio
 
+from kvmesh.frontend.callers import model_for, visiting
 from kvmesh.frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
-from kvmesh.frontend.keys.visits import model_for, visiting
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation
 from kvmesh.frontend.prompts import read_prompts
 from kvmesh.frontend.responses.parse import parse_responses

@@ -7,6 +7,7 @@ from functools import partial
 
 from kvmesh.frontend import metrics
 from kvmesh.frontend.answer import Part
+from kvmesh.frontend.callers import ApiCaller, Visit, caller_of
 from kvmesh.frontend.endpoint import (
     SSE_HEADERS,
     TIMEOUT_HEADER,
@@ -23,8 +24,6 @@ from kvmesh.frontend.endpoint import (
 )
 from kvmesh.frontend.errors import outcome
 from kvmesh.frontend.job import Branch, Job
-from kvmesh.frontend.keys.caller import KeyCaller, caller_of
-from kvmesh.frontend.keys.meter import Visit
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from kvmesh.frontend.outlet import SseOutlet, WholeOutlet
 from kvmesh.frontend.responses import parse
@@ -165,7 +164,7 @@ class StoringExchange(Exchange):
 
 def end_background(
     services: Services,
-    caller: KeyCaller | None,
+    caller: ApiCaller | None,
     visit: Visit | None,
     timeline: RequestTimeline | None,
     job: Job,

@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmesh.frontend.bodies import decode_body, refuse
-from kvmesh.frontend.keys.caller import caller_of
-from kvmesh.frontend.keys.guard import sent_key
+from kvmesh.frontend.callers import caller_of, sent_key
 from kvmesh.frontend.responses import metrics
 from kvmesh.frontend.responses.background import BackgroundRuns
 from kvmesh.frontend.responses.item_ids import response_of

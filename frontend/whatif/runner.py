@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from kvmesh.frontend.keys.caller import check_whole_mesh
+from kvmesh.frontend.callers import check_whole_mesh
 from kvmesh.frontend.whatif.question import AskedMesh, PastMesh, WhatIfQuestion
 from kvmesh.frontend.whatif.recent import RecentRequests
 from kvmesh.mesh.http.request import Reply, Request

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvmesh.commands.whatif import main
+from kvmesh.commands.whatif.command import main
 from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmesh.frontend.keys.guard import ApiKeyGuard
-from kvmesh.frontend.keys.salts import open_salt
+from kvmesh.frontend.salts import open_salt
 from kvmesh.mesh.http.errors import ForbiddenError
 from tests.frontend.serving import CHAT, TEXT, Served, able_card, serving
 from tests.mesh.http.raw import Handlers, Site, read_replies

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.commands.keys import main
+from kvmesh.frontend.keys.command import main
 from kvmesh.frontend.keys.keyfile import hashed, read_key_file
 from kvmesh.protocol.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.commands.whatif import main, span_s
+from kvmesh.commands.whatif.command import main, span_s
 from kvmesh.protocol.errors import ConfigError
 from tests.simulator.past import TOGETHER, lines_of, load
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvmesh.commands.keys import main as keys_command
+from kvmesh.frontend.keys.command import main as keys_command
 from kvmesh.mesh.discovery import open_discovery
 from kvmesh.protocol.messages import encode_card
 from tests.frontend import tiny

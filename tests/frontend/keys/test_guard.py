@@ -6,8 +6,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvmesh.frontend.callers import caller_of
 from kvmesh.frontend.keys import guard as guarding
-from kvmesh.frontend.keys.caller import caller_of
 from kvmesh.frontend.keys.guard import ApiKeyGuard
 from kvmesh.frontend.keys.keyfile import MAX_KEYS, hashed, read_key_file
 from kvmesh.mesh.http.errors import UnauthorizedError

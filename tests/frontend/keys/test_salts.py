@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.frontend.keys.salts import own_salt, read_secret
+from kvmesh.frontend.keys.opening import read_secret
+from kvmesh.frontend.salts import own_salt
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.events import Stored
 from kvmesh.protocol.hashing import hash_seed, pack_hashes, sequence_hashes

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.frontend.keys.budget import KeyLimits
 from kvmesh.frontend.keys.errors import RateLimitedError
-from kvmesh.frontend.keys.meter import Visit
+from kvmesh.frontend.keys.meter import KeyVisit
 from kvmesh.frontend.keys.meters import Meters
 from kvmesh.frontend.keys.sharing import LimitSharing
 from kvmesh.frontend.keys.window import SLOT_S, WINDOW_S
@@ -29,7 +29,7 @@ class Site:
         self.is_cut_off = False
         self.admitted = 0
 
-    async def request(self, world: "World", tokens: int = 0) -> Visit | None:
+    async def request(self, world: "World", tokens: int = 0) -> KeyVisit | None:
         _, meter = self.meters.of("key", world.limits)
         assert meter is not None
         try:
@@ -151,7 +151,7 @@ async def test_what_one_frontend_does_not_use_another_gets() -> None:
 @pytest.mark.parametrize("seed", range(5))
 async def test_tokens_that_are_settled_add_up_to_the_limit(seed: int) -> None:
     world, rng = World(4, KeyLimits(tokens=20_000)), random.Random(seed)
-    running: list[tuple[float, Visit, int, int]] = []
+    running: list[tuple[float, KeyVisit, int, int]] = []
     used: list[tuple[float, int]] = []
     while world.now < 1000.0 + 3 * WINDOW_S:
         for site in world.sites.values():
@@ -182,7 +182,7 @@ async def test_tokens_that_are_settled_add_up_to_the_limit(seed: int) -> None:
 
 async def test_streams_are_shared() -> None:
     world = World(4, KeyLimits(streams=10))
-    rng, visits = random.Random(2), list[Visit]()
+    rng, visits = random.Random(2), list[KeyVisit]()
     for _ in range(int(10 / STEP_S)):
         for site in world.sites.values():
             if (visit := await site.request(world)) is not None:

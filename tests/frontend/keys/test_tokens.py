@@ -17,7 +17,8 @@ jwt = pytest.importorskip("jwt")
 from cryptography.hazmat.primitives import serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa  # noqa: E402
 
-from kvmesh.frontend.keys.caller import KeyCaller, caller_of  # noqa: E402
+from kvmesh.frontend.callers import caller_of  # noqa: E402
+from kvmesh.frontend.keys.caller import KeyCaller  # noqa: E402
 from kvmesh.frontend.keys.guard import Doorkeeper  # noqa: E402
 from kvmesh.frontend.keys.issuer import IssuerKeys  # noqa: E402
 from kvmesh.frontend.keys.jwks import read_jwks  # noqa: E402

@@ -4,6 +4,7 @@ from typing import Any
 
 from kvmesh.frontend.endpoint import Endpoint, Services, identified
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation
+from kvmesh.frontend.whatif.runner import WhatIfRunner
 from kvmesh.mesh.http.errors import ForbiddenError
 from kvmesh.mesh.http.request import JSON, Reply, Request
 
@@ -12,12 +13,13 @@ COUNT: dict[str, Any] = {"type": "string", "maxLength": 400}
 
 async def what_if(services: Services, request: Request) -> Reply:
     """Answer a question about the recent requests of this frontend. Raise MeshError."""
-    if services.what_if is None:
+    runner = services.parts.find(WhatIfRunner)
+    if runner is None:
         raise ForbiddenError(
             "this port is open to strangers, and the answer tells of everybody's requests",
             hint="start the frontend with --api-keys-file, or ask `kvmesh whatif --access-log`",
         )
-    return await services.what_if.handle(request)
+    return await runner.handle(request)
 
 
 ENDPOINT = Endpoint(

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 
 from kvmesh.commands.http_client import ApiKey, CaFile, open_session, refusal_of
-from kvmesh.commands.whatif_view import told
+from kvmesh.commands.whatif.view import told
 from kvmesh.frontend.whatif.question import PastMesh, WhatIfQuestion
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import GC_THRESHOLDS

@@ -2,13 +2,8 @@
 
 import hashlib
 import re
-from pathlib import Path
-
-from kvmesh.protocol.errors import ConfigError
 
 _SALT_BYTES = 16
-MAX_SECRET_BYTES = 64
-MIN_SECRET_BYTES = 16
 _PLAIN = re.compile(r"[A-Za-z0-9_.:+=-]{1,128}")
 
 
@@ -32,19 +27,3 @@ def open_salt(asked: str | None) -> str | None:
     KV connectors of engines write salts into keys and file names, where `@`, `/` or NUL would mean something else.
     """
     return asked if asked is None or _PLAIN.fullmatch(asked) else own_salt("", asked)
-
-
-def read_secret(path: str) -> bytes:
-    """Return the secret in a file, b"" without one. Raise ConfigError."""
-    if not path:
-        return b""
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read --salt-secret-file {path}: {error.strerror}") from error
-    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
-        raise ConfigError(
-            f"--salt-secret-file {path} has {len(secret)} bytes",
-            hint=f"write {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random ones: openssl rand -hex 32",
-        )
-    return secret

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvmesh.commands.http_client import ApiKey, CaFile, open_session, refusal_of
-from kvmesh.commands.top_view import screen
+from kvmesh.commands.top.view import screen
 from kvmesh.frontend.live.fold import ShownMesh, read_message
 from kvmesh.mesh.config import load
 from kvmesh.protocol.errors import UnreachableError, WireError

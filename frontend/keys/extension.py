@@ -1,0 +1,6 @@
+"""API keys and tokens: who may call, for which models, and how much."""
+
+from kvmesh.frontend.extension import FrontendExtension
+from kvmesh.frontend.keys.opening import prepare
+
+EXTENSION = FrontendExtension(prepare=prepare)

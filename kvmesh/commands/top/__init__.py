@@ -1,0 +1,1 @@
+"""`kvmesh top`: a running mesh in this terminal."""

@@ -1,0 +1,1 @@
+"""`kvmesh whatif`: what recent requests would have seen from another fleet, cache or routing policy."""
