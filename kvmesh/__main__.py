@@ -4,45 +4,28 @@ import importlib
 import os
 import sys
 
+from kvmesh.mesh.extensions import EXTENSIONS
 from kvmesh.mesh.starting import end_on_signals
 
-GROUPS = {
-    "run a mesh": {
-        "up": ("kvmesh.commands.up", "run a mesh on this host until Ctrl-C"),
-        "attach": ("kvmesh.commands.attach", "put a mesh in front of running servers: vLLM, SGLang, llama.cpp, ..."),
-        "demo": ("kvmesh.commands.demo", "start a mesh, send it real requests, show what happened"),
-        "batch": ("kvmesh.commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh"),
-        "frontend": ("kvmesh.frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
-        "router": ("kvmesh.router.__main__", "one router in a process of its own"),
-        "worker": ("kvmesh.workers.__main__", "one worker: prefill, decode or aggregated"),
-        "planner": (
-            "kvmesh.commands.planner",
-            "decide how many workers run; `kvmesh planner explain` shows the reasons",
-        ),
-    },
-    "see what it does": {
-        "top": ("kvmesh.commands.top", "a running mesh in this terminal, as the live page at /ui shows it"),
-        "explain": ("kvmesh.commands.explain", "ask a running mesh where a prompt would run, and why"),
-        "replay": ("kvmesh.simulator.replay", "simulate a mesh under a trace or synthetic load"),
-        "bench": (
-            "kvmesh.commands.bench.parts",
-            "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`",
-        ),
-    },
-    "operate it": {
-        "workers": (
-            "kvmesh.commands.workers",
-            "see the workers of a mesh; drain, turn, profile them, with an admin key",
-        ),
-        "keys": ("kvmesh.commands.keys", "make and show the lines of a file of API keys"),
-        "profile": ("kvmesh.profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
-        "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
-    },
-}
-SELDOM = {  # `kvmesh --help-all` lists them
+OF_CORE = {
+    "up": ("kvmesh.commands.up", "run a mesh on this host until Ctrl-C"),
+    "attach": ("kvmesh.commands.attach", "put a mesh in front of running servers: vLLM, SGLang, llama.cpp, ..."),
+    "demo": ("kvmesh.commands.demo", "start a mesh, send it real requests, show what happened"),
+    "batch": ("kvmesh.commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh"),
+    "frontend": ("kvmesh.frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
+    "router": ("kvmesh.router.__main__", "one router in a process of its own"),
+    "worker": ("kvmesh.workers.__main__", "one worker: prefill, decode or aggregated"),
+    "planner": ("kvmesh.commands.planner", "decide how many workers run; `kvmesh planner explain` shows the reasons"),
+    "top": ("kvmesh.commands.top", "a running mesh in this terminal, as the live page at /ui shows it"),
+    "explain": ("kvmesh.commands.explain", "ask a running mesh where a prompt would run, and why"),
+    "replay": ("kvmesh.simulator.replay", "simulate a mesh under a trace or synthetic load"),
+    "bench": ("kvmesh.commands.bench.parts", "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`"),
+    "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them, with an admin key"),
+    "keys": ("kvmesh.commands.keys", "make and show the lines of a file of API keys"),
+    "profile": ("kvmesh.profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
+    "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
     "announce": ("kvmesh.commands.announce", "publish a running server, for `kvmesh attach --discover`"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),
-    "etcd-user": ("kvmesh.commands.etcd_user", "have etcd ask for passwords, and make the users of a mesh"),
     "memory": ("kvmesh.workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
     "nats-config": ("kvmesh.commands.nats_config", "print the users of a NATS server, each with the least rights"),
     "whatif": ("kvmesh.commands.whatif", "recent requests again, simulated with other workers, caches or policies"),
@@ -51,6 +34,16 @@ SELDOM = {  # `kvmesh --help-all` lists them
         "faults, overload, benchmarks of the parts: `kvmesh lab` lists them (a checkout)",
     ),
 }
+COMMANDS = OF_CORE | {
+    name: (f"kvmesh.{module}", text) for one in EXTENSIONS for name, (module, text) in one.commands.items()
+}
+"""The module of each command, and a line for --help."""
+GROUPS = {
+    "run a mesh": ("up", "attach", "demo", "batch", "frontend", "router", "worker", "planner"),
+    "see what it does": ("top", "explain", "replay", "bench"),
+    "operate it": ("workers", "keys", "profile", "doctor"),
+}
+SELDOM = ("announce", "certs", "etcd-user", "memory", "nats-config", "whatif", "lab")  # `kvmesh --help-all` lists them
 OF_LABORATORY = (  # earlier spellings: `kvmesh faults` is `kvmesh lab faults`
     "cluster-check",
     "demo-planner",
@@ -60,7 +53,6 @@ OF_LABORATORY = (  # earlier spellings: `kvmesh faults` is `kvmesh lab faults`
     "overload",
     "soak",
 )
-COMMANDS = {name: command for group in (*GROUPS.values(), SELDOM) for name, command in group.items()}
 SERVICES = ("frontend", "router", "worker", "memory")  # they read their own arguments
 
 
@@ -110,8 +102,9 @@ def usage(with_seldom: bool = False) -> str:
     """Return the list of commands, with those that few people need."""
     groups = GROUPS | ({"what few people need": SELDOM} if with_seldom else {})
     parts = ["usage: kvmesh <command> [options]; `kvmesh <command> --help` lists them"]
-    for title, commands in groups.items():
-        parts.append("\n".join([f"{title}:", *(f"  {name:<13} {text}" for name, (_, text) in commands.items())]))
+    for title, names in groups.items():
+        listed = [f"  {name:<13} {COMMANDS[name][1]}" for name in names if name in COMMANDS]
+        parts.append("\n".join([f"{title}:", *listed]))
     if not with_seldom:
         parts.append("`kvmesh --help-all` lists the rest")
     return "\n\n".join(parts)

@@ -21,7 +21,7 @@ class Extension:
     name: str
     seams: Mapping[Seam, str]  # folder below the root of the repository
     needs: tuple[str, ...] = ()  # other extensions whose modules it imports
-    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name -> module, one line for --help
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # module below kvmesh, line of --help
     folders: tuple[str, ...] = ()  # folders that belong to it and implement no seam
 
     @property
@@ -29,7 +29,15 @@ class Extension:
         return (*dict.fromkeys(self.seams.values()), *self.folders)
 
 
-EXTENSIONS: Sequence[Extension] = ()
+EXTENSIONS: Sequence[Extension] = (
+    Extension(
+        "etcd",
+        {"discovery": "mesh/discovery/etcd"},
+        commands={
+            "etcd-user": ("mesh.discovery.etcd.command", "have etcd ask for passwords, and make the users of a mesh")
+        },
+    ),
+)
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
 
