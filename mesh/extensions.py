@@ -37,6 +37,7 @@ EXTENSIONS: Sequence[Extension] = (
             "etcd-user": ("mesh.discovery.etcd.command", "have etcd ask for passwords, and make the users of a mesh")
         },
     ),
+    Extension("kubernetes", {"discovery": "mesh/discovery/kubernetes", "connector": "planner/connectors/kubernetes"}),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 

@@ -35,21 +35,13 @@ def open_file(rest: str, credentials: Credentials | None) -> Discovery:
     return FileDiscovery(rest)
 
 
-def open_kubernetes(rest: str, credentials: Credentials | None) -> Discovery:
-    from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery  # its HTTP client takes a while to load
-
-    return KubernetesDiscovery(rest)
-
-
 def open_static(rest: str, credentials: Credentials | None) -> Discovery:
     return StaticDiscovery(rest, credentials=credentials)
 
 
-_KUBERNETES = DiscoveryBackend("kubernetes", "kubernetes:<namespace>/<mesh>", open_kubernetes)
 _BACKENDS = (
     DiscoveryBackend("file", "file:<directory>", open_file),
     *load("discovery"),
-    _KUBERNETES,
     DiscoveryBackend("static", STATIC_USAGE, open_static),
 )
 BACKENDS: Mapping[str, DiscoveryBackend] = {backend.scheme: backend for backend in _BACKENDS}
