@@ -27,7 +27,6 @@ OF_CORE = {
     "announce": ("kvmesh.commands.announce", "publish a running server, for `kvmesh attach --discover`"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),
     "memory": ("kvmesh.workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
-    "nats-config": ("kvmesh.commands.nats_config", "print the users of a NATS server, each with the least rights"),
     "whatif": ("kvmesh.commands.whatif", "recent requests again, simulated with other workers, caches or policies"),
     "lab": (
         "kvmesh.commands.laboratory",

@@ -38,6 +38,13 @@ EXTENSIONS: Sequence[Extension] = (
         },
     ),
     Extension("kubernetes", {"discovery": "mesh/discovery/kubernetes", "connector": "planner/connectors/kubernetes"}),
+    Extension(
+        "nats",
+        {"events": "kvevents/nats"},
+        commands={
+            "nats-config": ("kvevents.nats.command", "print the users of a NATS server, each with the least rights")
+        },
+    ),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
