@@ -22,7 +22,6 @@ OF_CORE = {
     "bench": ("kvmesh.commands.bench.parts", "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`"),
     "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them, with an admin key"),
     "keys": ("kvmesh.commands.keys", "make and show the lines of a file of API keys"),
-    "profile": ("kvmesh.profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
     "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
     "announce": ("kvmesh.commands.announce", "publish a running server, for `kvmesh attach --discover`"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),

@@ -19,7 +19,7 @@ class Extension:
     """One extension: its name, and the folder that implements each seam."""
 
     name: str
-    seams: Mapping[Seam, str]  # folder below the root of the repository
+    seams: Mapping[Seam, str] = field(default_factory=dict)  # folder below the root of the repository
     needs: tuple[str, ...] = ()  # other extensions whose modules it imports
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # module below kvmesh, line of --help
     folders: tuple[str, ...] = ()  # folders that belong to it and implement no seam
@@ -44,6 +44,17 @@ EXTENSIONS: Sequence[Extension] = (
         commands={
             "nats-config": ("kvevents.nats.command", "print the users of a NATS server, each with the least rights")
         },
+    ),
+    Extension("external", folders=("workers/engines/external",)),
+    Extension("vllm", {"engine": "workers/engines/vllm"}, needs=("external",)),
+    Extension("sglang", {"engine": "workers/engines/sglang"}, needs=("external",)),
+    Extension("trtllm", {"engine": "workers/engines/trtllm"}, needs=("external",)),
+    Extension("attach", {"engine": "workers/engines/attached"}, needs=("external", "vllm", "sglang")),
+    Extension(
+        "profile",
+        needs=("attach",),
+        commands={"profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO")},
+        folders=("profiler",),
     ),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
