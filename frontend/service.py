@@ -36,7 +36,7 @@ from kvmesh.mesh.discovery import Discovery, open_discovery
 from kvmesh.mesh.exposition import labelled
 from kvmesh.mesh.http.cors import Cors
 from kvmesh.mesh.http.door import Door
-from kvmesh.mesh.http.server import Guard, Leaving, listening, log_line
+from kvmesh.mesh.http.server import Guard, Leaving, Route, listening, log_line
 from kvmesh.mesh.identity.credentials import Credentials
 from kvmesh.mesh.identity.metrics import using
 from kvmesh.mesh.identity.names import MeshRole

@@ -91,3 +91,25 @@ class EventLink(Protocol):
 
     def close(self) -> None:
         """Close the link; the listener gets no more events. A second call does nothing."""
+
+
+class ServerLinks(Protocol):
+    """Opens the links of a transport that has servers of its own."""
+
+    def open(self, source: KvSource, listener: Listener) -> EventLink:
+        """Open a link to `source`. Raises ConfigError for a bad endpoint."""
+
+    async def close(self) -> None:
+        """Close the connections. A second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventTransport:
+    """A transport over servers. An extension gives one at the seam `events`."""
+
+    name: str  # the value of --kv-events-transport
+    schemes: tuple[str, ...]  # beginnings of endpoints
+    usage: str  # of the setting that names the server
+    open_links: Callable[[str, str, bool], ServerLinks]
+    """Gets what `Links` gets: durable, the setting, whether the mesh is closed. Raises ConfigError."""
+    open_publisher: Callable[[str, WorkerId, int], Publisher]  # with the setting, worker and rank

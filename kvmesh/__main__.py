@@ -20,13 +20,10 @@ OF_CORE = {
     "replay": ("kvmesh.simulator.replay", "simulate a mesh under a trace or synthetic load"),
     "bench": ("kvmesh.commands.bench.parts", "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`"),
     "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them, with an admin key"),
-    "profile": ("kvmesh.profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
     "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
     "announce": ("kvmesh.commands.announce", "publish a running server, for `kvmesh attach --discover`"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),
-    "etcd-user": ("kvmesh.commands.etcd_user", "have etcd ask for passwords, and make the users of a mesh"),
     "memory": ("kvmesh.workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
-    "nats-config": ("kvmesh.commands.nats_config", "print the users of a NATS server, each with the least rights"),
     "lab": (
         "kvmesh.commands.laboratory",
         "faults, overload, benchmarks of the parts: `kvmesh lab` lists them (a checkout)",

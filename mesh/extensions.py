@@ -19,7 +19,7 @@ class Extension:
     """One extension: its name, and the folder that implements each seam."""
 
     name: str
-    seams: Mapping[Seam, str]  # folder below the root of the repository
+    seams: Mapping[Seam, str] = field(default_factory=dict)  # folder below the root of the repository
     needs: tuple[str, ...] = ()  # other extensions whose modules it imports
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # module below kvmesh, line of --help
     folders: tuple[str, ...] = ()  # folders that belong to it and implement no seam
@@ -56,6 +56,32 @@ EXTENSIONS: Sequence[Extension] = (
         folders=("kvmesh/commands/top",),
     ),
     Extension("picker", {"router": "frontend/picker"}),
+    Extension(
+        "etcd",
+        {"discovery": "mesh/discovery/etcd"},
+        commands={
+            "etcd-user": ("mesh.discovery.etcd.command", "have etcd ask for passwords, and make the users of a mesh")
+        },
+    ),
+    Extension("kubernetes", {"discovery": "mesh/discovery/kubernetes", "connector": "planner/connectors/kubernetes"}),
+    Extension(
+        "nats",
+        {"events": "kvevents/nats"},
+        commands={
+            "nats-config": ("kvevents.nats.command", "print the users of a NATS server, each with the least rights")
+        },
+    ),
+    Extension("external", folders=("workers/engines/external",)),
+    Extension("vllm", {"engine": "workers/engines/vllm"}, needs=("external",)),
+    Extension("sglang", {"engine": "workers/engines/sglang"}, needs=("external",)),
+    Extension("trtllm", {"engine": "workers/engines/trtllm"}, needs=("external",)),
+    Extension("attach", {"engine": "workers/engines/attached"}, needs=("external", "vllm", "sglang")),
+    Extension(
+        "profile",
+        needs=("attach",),
+        commands={"profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO")},
+        folders=("profiler",),
+    ),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 

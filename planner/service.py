@@ -23,7 +23,7 @@ from kvmesh.planner import metrics
 from kvmesh.planner.budget import counted_gpus
 from kvmesh.planner.config import ServiceConfig, decoding_role
 from kvmesh.planner.connectors.connector import Applied, Connector, ConnectorError, Fleets
-from kvmesh.planner.connectors.kinds import KINDS, open_connector
+from kvmesh.planner.connectors.kinds import kind_of, open_connector
 from kvmesh.planner.connectors.shadow import ShadowConnector
 from kvmesh.planner.core import PlannerCore
 from kvmesh.planner.lease import Lease, card_of
@@ -113,7 +113,7 @@ def planned_with(config: ServiceConfig) -> ServiceConfig:
     Without role flips, if the connector cannot flip, starts are ordered earlier.
     """
     config = with_slo(config, config.slo, config.aim)
-    return config if KINDS[config.connector].can_flip else replace(config, flips=False)
+    return config if kind_of(config).can_flip else replace(config, flips=False)
 
 
 async def lost_if_it_ends(feed: Awaitable[None]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from kvmesh.kvevents.allowance import EventRates
-from kvmesh.kvevents.nats_access import USAGE as NATS_USAGE
+from kvmesh.kvevents.connect import SERVER_USAGE
 from kvmesh.mesh.discovery import DiscoveryUrl
 from kvmesh.mesh.http.browsers import AllowedHosts
 from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
@@ -122,7 +122,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gossip: Annotated[bool, Meta(description="report the load placed here to other routers, and follow theirs")] = True
     gossip_port: Annotated[int, Meta(ge=0, le=65535, description="port of the gossip; 0: any")] = 0
     nats_url: Annotated[
-        str, Meta(description=f"NATS server that wants user and password for the KV events: {NATS_USAGE}")
+        str, Meta(description=f"NATS server that wants user and password for the KV events: {SERVER_USAGE}")
     ] = ""
     kv_events_per_s: Annotated[
         float, Meta(gt=0, description="KV events of one publisher; one that sends more is heard again after a rest")

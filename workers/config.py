@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from kvmesh.kvcache.tiers.place import check_endpoint, place_of
-from kvmesh.kvevents.nats_access import USAGE as NATS_USAGE
+from kvmesh.kvevents.connect import SERVER_USAGE
 from kvmesh.mesh.discovery import DiscoveryUrl
 from kvmesh.mesh.http.browsers import AllowedHosts
 from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
@@ -191,7 +191,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         "zmq"
     )
     nats_url: Annotated[
-        str, Meta(description=f"for --kv-events-transport nats: server with JetStream, {NATS_USAGE}")
+        str, Meta(description=f"for --kv-events-transport nats: server with JetStream, {SERVER_USAGE}")
     ] = "nats://127.0.0.1:4222"
     kv_events_ports: Annotated[
         str,

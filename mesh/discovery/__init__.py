@@ -1,10 +1,9 @@
 """Tell who is in the mesh: services put keys under leases, and watch the keys of others.
 
-A backend is a module of this folder and one entry of BACKENDS. tests/contracts/test_discovery.py runs against each.
+BACKENDS has those of the core and those of extensions. tests/contracts/test_discovery.py runs against each.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta
@@ -13,7 +12,8 @@ from kvmesh.mesh.discovery.board import Change, Deleted, Put
 from kvmesh.mesh.discovery.file import FileDiscovery
 from kvmesh.mesh.discovery.static import USAGE as STATIC_USAGE
 from kvmesh.mesh.discovery.static import StaticDiscovery
-from kvmesh.mesh.discovery.store import Discovery, Registration, ShownByOwner
+from kvmesh.mesh.discovery.store import Discovery, DiscoveryBackend, Registration, ShownByOwner
+from kvmesh.mesh.extensions import load
 from kvmesh.mesh.identity.credentials import Credentials
 from kvmesh.mesh.plane.server import Handler
 from kvmesh.protocol.errors import ConfigError
@@ -31,38 +31,20 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class DiscoveryBackend:
-    usage: str  # of `--discovery`
-    open: Callable[[str, Credentials | None], Discovery]  # with what follows the scheme in the URL; never empty
-
-
 def open_file(rest: str, credentials: Credentials | None) -> Discovery:
     return FileDiscovery(rest)
-
-
-def open_etcd(rest: str, credentials: Credentials | None) -> Discovery:
-    from kvmesh.mesh.discovery.etcd import EtcdDiscovery  # gRPC takes 0.2 s to load
-
-    return EtcdDiscovery(rest)
-
-
-def open_kubernetes(rest: str, credentials: Credentials | None) -> Discovery:
-    from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery  # its HTTP client takes a while to load
-
-    return KubernetesDiscovery(rest)
 
 
 def open_static(rest: str, credentials: Credentials | None) -> Discovery:
     return StaticDiscovery(rest, credentials=credentials)
 
 
-BACKENDS: Mapping[str, DiscoveryBackend] = {
-    "file": DiscoveryBackend("file:<directory>", open_file),
-    "etcd": DiscoveryBackend("etcd:<host:port,...>/<prefix>", open_etcd),
-    "kubernetes": DiscoveryBackend("kubernetes:<namespace>/<mesh>", open_kubernetes),
-    "static": DiscoveryBackend(STATIC_USAGE, open_static),
-}
+_BACKENDS = (
+    DiscoveryBackend("file", "file:<directory>", open_file),
+    *load("discovery"),
+    DiscoveryBackend("static", STATIC_USAGE, open_static),
+)
+BACKENDS: Mapping[str, DiscoveryBackend] = {backend.scheme: backend for backend in _BACKENDS}
 USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
 
 # The type of a service's setting.

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from kvmesh.mesh.discovery.board import Change
 from kvmesh.mesh.discovery.place import SearchPlace
+from kvmesh.mesh.identity.credentials import Credentials
 from kvmesh.mesh.plane.server import Handler
 
 
@@ -50,3 +51,12 @@ class ShownByOwner(Protocol):
     def calls(self) -> Mapping[str, Handler]:
         """Return the calls that each request plane of this process has to answer."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryBackend:
+    """A way to open a discovery. An extension gives one at the seam `discovery`."""
+
+    scheme: str  # of the URL
+    usage: str  # of `--discovery`
+    open: Callable[[str, Credentials | None], Discovery]  # with what follows the scheme in the URL; never empty

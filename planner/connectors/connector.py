@@ -1,10 +1,12 @@
 """The connector seam: a decision becomes workers. Each kind passes tests/contracts/test_planner_connectors.py."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec import Struct
 
+from kvmesh.planner.config import ServiceConfig
 from kvmesh.planner.model import RoleFleet, ScalingDecision
 from kvmesh.protocol.errors import ConfigError, MeshError
 
@@ -52,6 +54,15 @@ class Connector(Protocol):
 
     async def close(self) -> None:
         """Release resources and leave the workers as they are. A second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorKind:
+    """A way to open a connector. `can_flip`: the connector can turn a worker of one role into one of the other."""
+
+    name: str  # the value of --connector
+    open: Callable[[ServiceConfig, Present], Awaitable[Connector]]
+    can_flip: bool
 
 
 def check_distinct(connector: str, prefill: str, decode: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.kvevents.connect import Links
-from kvmesh.kvevents.nats import NatsKvEventPublisher
+from kvmesh.kvevents.nats.transport import NatsKvEventPublisher
 from kvmesh.kvevents.publisher import KvEventPublisher
 from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
 from kvmesh.kvevents.transport import EventLink, KvSource, Listener, Publisher, Snapshot

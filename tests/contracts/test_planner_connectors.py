@@ -12,13 +12,13 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.cluster.control import control_socket
-from kvmesh.mesh.kubernetes_api import Account, account_of
+from kvmesh.mesh.discovery.kubernetes.api import Account, account_of
 from kvmesh.planner.config import ServiceConfig
 from kvmesh.planner.connectors.compose import ComposeConnector
 from kvmesh.planner.connectors.connector import Connector, ConnectorError, Fleets
 from kvmesh.planner.connectors.dry_run import DryRunConnector
 from kvmesh.planner.connectors.kinds import KINDS, open_connector
-from kvmesh.planner.connectors.kubernetes import KubernetesConnector, workload_path
+from kvmesh.planner.connectors.kubernetes.connector import KubernetesConnector, workload_path
 from kvmesh.planner.connectors.local import LocalConnector
 from kvmesh.planner.connectors.shadow import ShadowConnector
 from kvmesh.planner.connectors.virtual import VirtualConnector, read_token

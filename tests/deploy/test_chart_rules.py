@@ -11,7 +11,7 @@ import kvmesh.frontend.metrics  # noqa: F401  # its metrics register themselves
 from kvmesh.frontend.config import FrontendConfig
 from kvmesh.mesh.config import load
 from kvmesh.planner.config import ServiceConfig
-from kvmesh.planner.connectors.kubernetes import workload_path
+from kvmesh.planner.connectors.kubernetes.connector import workload_path
 from kvmesh.router.config import RouterConfig
 from kvmesh.workers.config import WorkerConfig, with_engine_args
 from kvmesh.workers.engines.registry import STARTED

@@ -28,8 +28,8 @@ import pytest
 import yaml
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
-from kvmesh.commands.nats_config import main as nats_config
 from kvmesh.kvcache.transfer.backend import choose_backend
+from kvmesh.kvevents.nats.command import main as nats_config
 from kvmesh.mesh.config import load
 from kvmesh.planner.carry_out import ApplyConfig
 from kvmesh.planner.config import ServiceConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery
-from kvmesh.mesh.kubernetes_api import Account
+from kvmesh.mesh.discovery.kubernetes.api import Account
+from kvmesh.mesh.discovery.kubernetes.discovery import KubernetesDiscovery
 from tests.support.chart import INSTALL, NAMESPACE, RELEASE, find_tool, of_kind, rendered
 from tests.support.kube_apiserver import WHY_NO_API, KubeApiserver
 

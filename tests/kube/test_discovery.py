@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvmesh.commands.doctor import check_discovery_server
-from kvmesh.mesh.discovery import Change, Deleted, Put, list_watch, open_discovery
-from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery
-from kvmesh.mesh.discovery.kubernetes_follow import CollectionFollower
-from kvmesh.mesh.discovery.kubernetes_objects import MeshPod, name_of, read_pod
-from kvmesh.mesh.kubernetes_api import KubernetesApi
+from kvmesh.mesh.discovery import Change, Deleted, Put, open_discovery
+from kvmesh.mesh.discovery.kubernetes import list_watch
+from kvmesh.mesh.discovery.kubernetes.api import KubernetesApi
+from kvmesh.mesh.discovery.kubernetes.discovery import KubernetesDiscovery
+from kvmesh.mesh.discovery.kubernetes.follow import CollectionFollower
+from kvmesh.mesh.discovery.kubernetes.objects import MeshPod, name_of, read_pod
 from kvmesh.protocol.errors import ConfigError, MeshError, UnreachableError
 from tests.kube.conftest import Space
 from tests.support.patience import PATIENCE_S
@@ -112,7 +113,7 @@ async def test_kubectl_shows_whose_cards_there_are(space: Space) -> None:
 
 
 async def test_many_cards_come_in_pages(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes_follow.PAGE_OBJECTS", 2)
+    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes.follow.PAGE_OBJECTS", 2)
     worker = space.open("worker", space.pod("worker-0"))
     for number in range(7):
         await worker.put(f"workers/{number}", b"1")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.planner.connectors.connector import ConnectorError
-from kvmesh.planner.connectors.kubernetes import KubernetesConnector
+from kvmesh.planner.connectors.kubernetes.connector import KubernetesConnector
 from kvmesh.planner.model import Action, Reason, ScalingDecision
 from tests.kube.conftest import Space, install_chart
 from tests.support.kube_apiserver import ApiRefusedError

@@ -6,7 +6,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from kvmesh.mesh.discovery.kubernetes_objects import CardOwner, card_object, name_of
+from kvmesh.mesh.discovery.kubernetes.objects import CardOwner, card_object, name_of
 from kvmesh.protocol.ids import WorkerId
 from kvmesh.protocol.messages import Role, WorkerCard, encode
 from tests.kube.conftest import Space
@@ -16,7 +16,7 @@ CARDS = 1000
 READER = """
 import asyncio, json, resource, sys, time
 from pathlib import Path
-from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery
+from kvmesh.mesh.discovery.kubernetes.discovery import KubernetesDiscovery
 def rss_mib():
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20

@@ -10,11 +10,13 @@ from nats.aio.client import Client
 from nats.js.api import StreamConfig
 from nats.js.errors import ServerError
 
-from kvmesh.kvevents import jetstream, nats
 from kvmesh.kvevents.connect import Links
 from kvmesh.kvevents.cursor import Mode
-from kvmesh.kvevents.nats import NatsKvEventPublisher, NatsLink, NatsServer, split_endpoint
-from kvmesh.kvevents.nats_access import NatsAccess
+from kvmesh.kvevents.nats import jetstream
+from kvmesh.kvevents.nats import transport as nats
+from kvmesh.kvevents.nats.access import NatsAccess
+from kvmesh.kvevents.nats.links import NatsLinks
+from kvmesh.kvevents.nats.transport import NatsKvEventPublisher, NatsLink, NatsServer, split_endpoint
 from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
 from kvmesh.kvevents.transport import KvSource, Snapshot
 from kvmesh.protocol.errors import ConfigError
@@ -409,7 +411,7 @@ async def test_events_pass_a_server_that_wants_a_password(guarded: NatsProcess, 
 async def test_a_password_is_told_to_its_server_alone(
     guarded: NatsProcess, own_server: NatsProcess, tmp_path: Path
 ) -> None:
-    links = Links(nats_url=f"{guarded.url}?user=mesh&password-file={tmp_path / 'password'}")
+    links = NatsLinks("", f"{guarded.url}?user=mesh&password-file={tmp_path / 'password'}", False)
     for server in (guarded, own_server):
         links.open(KvSource(W1, f"{server.url}/{SUBJECT}"), Ears())
     told = {url: server._access.password for url, server in links._servers.items()}

@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 
-from kvmesh.commands.nats_config import main
-from kvmesh.kvevents import jetstream
 from kvmesh.kvevents.connect import Links
 from kvmesh.kvevents.door import new_keys
-from kvmesh.kvevents.nats import NatsKvEventPublisher, check_subject
-from kvmesh.kvevents.nats_access import read_access
+from kvmesh.kvevents.nats import jetstream
+from kvmesh.kvevents.nats.access import read_access
+from kvmesh.kvevents.nats.command import main
+from kvmesh.kvevents.nats.transport import NatsKvEventPublisher, check_subject
 from kvmesh.kvevents.subscriber import KvEventSubscriber, Patience
 from kvmesh.kvevents.transport import KvSource
 from kvmesh.mesh.identity.names import MeshRole

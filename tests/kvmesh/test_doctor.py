@@ -123,7 +123,7 @@ def test_a_discovery_directory_that_cannot_be_written_fails() -> None:
 
 
 def test_a_discovery_server_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.discovery.START_TIMEOUT_S", 0.2)
     finding = doctor.check_discovery(f"etcd:127.0.0.1:{free_port()}")
     assert (finding.status, finding.found.partition(":")[0]) == ("fail", "no etcd answers at 127.0.0.1")
     if WHY_NONE:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvmesh.mesh.discovery import Change, Deleted, Put, open_discovery
-from kvmesh.mesh.discovery.etcd import (
+from kvmesh.mesh.discovery.etcd.discovery import (
     CALL_TIMEOUT_S,
     LOGIN_TIMEOUT_S,
     EtcdDiscovery,
@@ -127,7 +127,7 @@ def test_a_password_is_not_shown(tmp_path: Path) -> None:
 
 
 async def test_without_etcd_one_error_says_where_it_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.discovery.START_TIMEOUT_S", 0.5)
     ports = free_port(), free_port()
     store = EtcdDiscovery(f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}")
     with pytest.raises(UnreachableError, match=f"no etcd answers at 127.0.0.1:{ports[0]}, 127.0.0.1:{ports[1]}: "):
@@ -152,7 +152,7 @@ class _BusyAuth:
 
 def test_a_login_may_take_longer_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     auth = _BusyAuth()
-    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.rpc.AuthStub", lambda channel: auth)
+    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.discovery.rpc.AuthStub", lambda channel: auth)
     settings = EtcdSettings(("127.0.0.1:1",), "p", user="u", password="secret")
     with _Connection("127.0.0.1:1", settings):
         assert auth.asked_s == [LOGIN_TIMEOUT_S]
@@ -162,7 +162,7 @@ def test_a_login_may_take_longer_than_other_calls(monkeypatch: pytest.MonkeyPatc
 async def test_the_first_answer_may_take_longer_with_a_password(
     user: str, least_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvmesh.mesh.discovery.etcd.discovery.START_TIMEOUT_S", 0.2)
     (tmp_path / "password").write_text("secret")
     began_s = time.monotonic()
     store = EtcdDiscovery(f"127.0.0.1:{free_port()}/p{user.format(tmp_path / 'password')}")
@@ -189,7 +189,7 @@ async def test_prefixes_are_meshes_of_their_own(etcd: EtcdProcess) -> None:
 
 @needs_etcd
 async def test_a_restarted_server_loses_nobody(etcd: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvmesh.mesh.discovery.etcd")
+    caplog.set_level(logging.INFO, "kvmesh.mesh.discovery.etcd.discovery")
     store, other = opened(etcd), opened(etcd)
     changes = other.watch("")
     await store.put("workers/a", b"1")
@@ -521,7 +521,7 @@ async def test_server_and_client_prove_themselves_by_certificates(tmp_path: Path
         await store.close()
         for options in ("", "?tls", f"?ca={cert}"):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("kvmesh.mesh.discovery.etcd.START_TIMEOUT_S", 0.5)
+                patch.setattr("kvmesh.mesh.discovery.etcd.discovery.START_TIMEOUT_S", 0.5)
                 with pytest.raises(UnreachableError, match="no etcd answers"):
                     await anext(opened(etcd, options).watch(""))
     finally:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.commands.etcd_user import main
 from kvmesh.mesh.discovery import Deleted, Put
-from kvmesh.mesh.discovery.etcd import EtcdDiscovery, read_settings
-from kvmesh.mesh.discovery.etcd_users import HEALTH, guard
+from kvmesh.mesh.discovery.etcd.command import main
+from kvmesh.mesh.discovery.etcd.discovery import EtcdDiscovery, read_settings
+from kvmesh.mesh.discovery.etcd.users import HEALTH, guard
 from kvmesh.protocol.errors import ConfigError, UnreachableError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
 

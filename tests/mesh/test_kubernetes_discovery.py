@@ -9,11 +9,13 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvmesh.mesh import kubernetes_api
-from kvmesh.mesh.discovery import Change, Deleted, Put, kubernetes_follow, list_watch, open_discovery
-from kvmesh.mesh.discovery.kubernetes import KubernetesDiscovery, read_settings
-from kvmesh.mesh.discovery.kubernetes_objects import CardOwner, card_object, name_of
-from kvmesh.mesh.kubernetes_api import subject_of
+from kvmesh.mesh.discovery import Change, Deleted, Put, open_discovery
+from kvmesh.mesh.discovery.kubernetes import api as kubernetes_api
+from kvmesh.mesh.discovery.kubernetes import follow as kubernetes_follow
+from kvmesh.mesh.discovery.kubernetes import list_watch
+from kvmesh.mesh.discovery.kubernetes.api import subject_of
+from kvmesh.mesh.discovery.kubernetes.discovery import KubernetesDiscovery, read_settings
+from kvmesh.mesh.discovery.kubernetes.objects import CardOwner, card_object, name_of
 from kvmesh.protocol.errors import ConfigError, UnreachableError
 from tests.support.fake_cluster import FakeCluster
 from tests.support.patience import PATIENCE_S
@@ -253,8 +255,8 @@ async def test_pods_that_cannot_be_listed_keep_no_card_for_ever(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card that went while its watch was cut lapses in time, whatever happens to the pods."""
-    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes.RETURN_S", 0.5)
-    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes_view.RETURN_S", 0.5)
+    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes.discovery.RETURN_S", 0.5)
+    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes.view.RETURN_S", 0.5)
     reader = cluster.open(tmp_path)
     owner = CardOwner("p", cluster.objects["pods", "ns", "p"]["metadata"]["uid"])
     cluster.put("meshcards", "ns", card_object("m", "workers/b", b"1", owner))
@@ -328,7 +330,7 @@ def test_bad_settings_are_refused(rest: str, said: str, monkeypatch: pytest.Monk
 def test_a_pod_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "namespace").write_text("prod\n")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
-    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes.ACCOUNT_FOLDER", str(tmp_path))
+    monkeypatch.setattr("kvmesh.mesh.discovery.kubernetes.discovery.ACCOUNT_FOLDER", str(tmp_path))
     settings = read_settings("/")
     assert (settings.account.url, settings.account.namespace, settings.mesh) == (
         "https://[fd00::1]:443",

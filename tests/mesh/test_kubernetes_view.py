@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvmesh.mesh.discovery import kubernetes_view as module
-from kvmesh.mesh.discovery.kubernetes_objects import CardOwner, MeshCard, MeshPod, UnreadableCard
-from kvmesh.mesh.discovery.kubernetes_view import RETURN_S, PodView
+from kvmesh.mesh.discovery.kubernetes import view as module
+from kvmesh.mesh.discovery.kubernetes.objects import CardOwner, MeshCard, MeshPod, UnreadableCard
+from kvmesh.mesh.discovery.kubernetes.view import RETURN_S, PodView
 
 LABEL = "kvmesh.dev/mesh=m"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.mesh.discovery.list_watch import LONGEST_WAIT_S, WATCH_S, ListPart, ListWatch, WaitFor, WatchFrom
+from kvmesh.mesh.discovery.kubernetes.list_watch import LONGEST_WAIT_S, WATCH_S, ListPart, ListWatch, WaitFor, WatchFrom
 
 
 def listed(revision: str = "7") -> ListWatch:

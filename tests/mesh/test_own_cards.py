@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from kvmesh.mesh.discovery.kubernetes_objects import CardOwner, MeshCard, name_of
-from kvmesh.mesh.discovery.own_cards import REPAIR_S, DeleteCard, OwnCards, WriteCard
+from kvmesh.mesh.discovery.kubernetes.objects import CardOwner, MeshCard, name_of
+from kvmesh.mesh.discovery.kubernetes.own_cards import REPAIR_S, DeleteCard, OwnCards, WriteCard
 
 US = CardOwner("p", "uid-p", "main", "run-2")
 

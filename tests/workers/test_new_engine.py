@@ -13,8 +13,8 @@ from kvmesh.protocol.ids import RequestId, WorkerId
 from kvmesh.protocol.messages import Feature, GenerateRequest, StopConditions, pack_tokens
 from kvmesh.workers.config import WorkerConfig
 from kvmesh.workers.engines import registry
+from kvmesh.workers.engines.kind import EngineKind
 from kvmesh.workers.engines.opening import open_engine
-from kvmesh.workers.engines.registry import EngineKind
 
 OPENING = """
 from kvmesh.workers.engines.mock.executor import MockExecutor

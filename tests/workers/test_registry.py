@@ -10,8 +10,9 @@ from kvmesh.mesh.config import describe
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import Role
 from kvmesh.workers.config import WorkerConfig
+from kvmesh.workers.engines.kind import EngineKind
 from kvmesh.workers.engines.opening import check_settings
-from kvmesh.workers.engines.registry import ENGINES, OPTIONAL, STARTED, EngineKind, takers
+from kvmesh.workers.engines.registry import ENGINES, OPTIONAL, STARTED, takers
 
 
 @pytest.mark.parametrize("kind", ENGINES.values(), ids=ENGINES)

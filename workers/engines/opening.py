@@ -5,7 +5,8 @@ from importlib import import_module
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.workers.config import WorkerConfig
 from kvmesh.workers.engine import Engine
-from kvmesh.workers.engines.registry import ENGINES, OPTIONAL, EngineKind, check_taken
+from kvmesh.workers.engines.kind import EngineKind
+from kvmesh.workers.engines.registry import ENGINES, OPTIONAL, check_taken
 
 
 def open_engine(config: WorkerConfig) -> Engine:

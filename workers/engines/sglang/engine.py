@@ -45,7 +45,6 @@ from kvmesh.workers.engines.external.content import AdapterFiles, EngineContent
 from kvmesh.workers.engines.external.launch import Launch
 from kvmesh.workers.engines.external.life import EngineLife
 from kvmesh.workers.engines.external.ports import free_ports
-from kvmesh.workers.engines.registry import ENGINES
 from kvmesh.workers.engines.sglang.arguments import (
     EventEndpoints,
     Flags,
@@ -56,6 +55,7 @@ from kvmesh.workers.engines.sglang.arguments import (
 )
 from kvmesh.workers.engines.sglang.bootstrap import Bootstrap, backend_name, bootstrap_to_decode
 from kvmesh.workers.engines.sglang.control import carry_out
+from kvmesh.workers.engines.sglang.extension import EXTENSION
 from kvmesh.workers.engines.sglang.metrics import export_metrics
 from kvmesh.workers.engines.sglang.offers import PrefillOffers, new_room
 from kvmesh.workers.engines.sglang.runtime import (
@@ -268,7 +268,7 @@ class SglangEngine:
                 hint=f"set --block-size {args.page_size}: this model or attention backend wants that",
             )
         without = () if self._flags.has_tokenizer else (Feature.GUIDED,)
-        features = tuple(feature for feature in ENGINES["sglang"].features if feature not in without)
+        features = tuple(feature for feature in EXTENSION.features if feature not in without)
         return EngineInfo(
             model=self._served_name,
             model_path=self._model_path,

@@ -38,9 +38,9 @@ from kvmesh.workers.engines.external.cache import EngineCache
 from kvmesh.workers.engines.external.content import EngineContent
 from kvmesh.workers.engines.external.launch import Launch
 from kvmesh.workers.engines.external.life import EngineLife
-from kvmesh.workers.engines.registry import ENGINES
 from kvmesh.workers.engines.trtllm.arguments import prune, read_arguments
 from kvmesh.workers.engines.trtllm.events import RankStats, TrtllmEventReader, read_stats
+from kvmesh.workers.engines.trtllm.extension import EXTENSION
 from kvmesh.workers.engines.trtllm.runtime import (
     Llm,
     LlmResult,
@@ -206,7 +206,7 @@ class TrtllmEngine:
             max_num_seqs=llm.args.max_batch_size or DEFAULT_MAX_NUM_SEQS,
             layout=NO_LAYOUT,
             transfer="" if self._config.role is Role.AGGREGATED else BACKEND,
-            features=tuple(feature for feature in ENGINES["trtllm"].features if feature not in without),
+            features=tuple(feature for feature in EXTENSION.features if feature not in without),
             tells_events=self._arguments.tells_events,
         )
 

@@ -42,11 +42,11 @@ from kvmesh.workers.engines.external.content import EngineContent
 from kvmesh.workers.engines.external.control import argument
 from kvmesh.workers.engines.external.life import EngineLife
 from kvmesh.workers.engines.external.ports import free_ports
-from kvmesh.workers.engines.registry import ENGINES
 from kvmesh.workers.engines.vllm.adapters import Adapters
 from kvmesh.workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
 from kvmesh.workers.engines.vllm.driver import Driver, LoadedAdapter, VllmFacts, open_driver
 from kvmesh.workers.engines.vllm.events import EventFeed
+from kvmesh.workers.engines.vllm.extension import EXTENSION
 from kvmesh.workers.engines.vllm.patience import within
 from kvmesh.workers.engines.vllm.starting import Starting
 from kvmesh.workers.engines.vllm.transfer import TRANSFER, keeps_kv
@@ -456,7 +456,7 @@ def _features(facts: VllmFacts) -> tuple[Feature, ...]:
             return "embed" in facts.tasks
         return "generate" in facts.tasks and not (facts.guesses and feature is Feature.LOGIT_BIAS)
 
-    return tuple(feature for feature in ENGINES["vllm"].features if is_there(feature))
+    return tuple(feature for feature in EXTENSION.features if is_there(feature))
 
 
 def _read_adapter(name: str, path: str) -> Adapter:

@@ -15,7 +15,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg, StorageType, StreamConfig
 
-from kvmesh.kvevents.nats_access import NatsAccess
+from kvmesh.kvevents.nats.access import NatsAccess
 from kvmesh.protocol.errors import ConfigError, PeerLostError
 
 log = logging.getLogger(__name__)

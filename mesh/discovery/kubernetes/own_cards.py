@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvmesh.mesh.discovery.kubernetes_objects import CardOwner, MeshCard, name_of
+from kvmesh.mesh.discovery.kubernetes.objects import CardOwner, MeshCard, name_of
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0  # after failures, doubled each time; a part of it is drawn
 REPAIR_S = 60.0  # between two repairs of one card

@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
         "and have etcd ask everybody for a password. A second run changes nothing.",
         section="etcd_user",
     )
-    from kvmesh.mesh.discovery.etcd import read_settings
-    from kvmesh.mesh.discovery.etcd_users import guard
+    from kvmesh.mesh.discovery.etcd.discovery import read_settings
+    from kvmesh.mesh.discovery.etcd.users import guard
 
     scheme, _, rest = config.discovery.partition(":")
     settings = read_settings(rest) if scheme == "etcd" and rest else None

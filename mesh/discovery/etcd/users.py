@@ -11,7 +11,7 @@ from typing import Any, Literal
 import grpc
 from aetcd import rpc
 
-from kvmesh.mesh.discovery.etcd import CALL_TIMEOUT_S, LOGIN_TIMEOUT_S, EtcdSettings, after, open_channel
+from kvmesh.mesh.discovery.etcd.discovery import CALL_TIMEOUT_S, LOGIN_TIMEOUT_S, EtcdSettings, after, open_channel
 from kvmesh.protocol.errors import ConfigError, UnreachableError
 
 ROOT = "root"

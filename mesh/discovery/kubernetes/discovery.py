@@ -21,8 +21,16 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from kvmesh.mesh.discovery.board import Board, Change
-from kvmesh.mesh.discovery.kubernetes_follow import FINAL, CollectionFollower, is_believed, no_start
-from kvmesh.mesh.discovery.kubernetes_objects import (
+from kvmesh.mesh.discovery.kubernetes.api import (
+    ACCOUNT_FOLDER,
+    Account,
+    ApiTarget,
+    KubernetesApi,
+    KubernetesError,
+    account_of,
+)
+from kvmesh.mesh.discovery.kubernetes.follow import FINAL, CollectionFollower, is_believed, no_start
+from kvmesh.mesh.discovery.kubernetes.objects import (
     API_VERSION,
     MAX_KEY_CHARS,
     MAX_VALUE_BYTES,
@@ -38,11 +46,10 @@ from kvmesh.mesh.discovery.kubernetes_objects import (
     read_pod,
     read_revision,
 )
-from kvmesh.mesh.discovery.kubernetes_view import RETURN_S, PodView
-from kvmesh.mesh.discovery.own_cards import FIRST_WAIT_S, DeleteCard, OwnCards, WriteCard
+from kvmesh.mesh.discovery.kubernetes.own_cards import FIRST_WAIT_S, DeleteCard, OwnCards, WriteCard
+from kvmesh.mesh.discovery.kubernetes.view import RETURN_S, PodView
 from kvmesh.mesh.discovery.place import Contact, SearchPlace
 from kvmesh.mesh.discovery.store import Registration
-from kvmesh.mesh.kubernetes_api import ACCOUNT_FOLDER, Account, ApiTarget, KubernetesApi, KubernetesError, account_of
 from kvmesh.protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 
-from kvmesh.kvevents import jetstream
 from kvmesh.kvevents.batches import in_parts
 from kvmesh.kvevents.formats import MAX_PAYLOAD_BYTES, encode_payload
-from kvmesh.kvevents.nats_access import NatsAccess, read_access, token
+from kvmesh.kvevents.nats import jetstream
+from kvmesh.kvevents.nats.access import NatsAccess, read_access, token
 from kvmesh.kvevents.transport import Listener, TakeBatch
 from kvmesh.protocol.errors import ConfigError, PeerLostError
 from kvmesh.protocol.events import KvEvent
@@ -61,7 +61,7 @@ class NatsKvEventPublisher:
         max_queued_batches: int = 10_000,
         max_queued_bytes: int = 64 << 20,
     ) -> None:
-        """Begin to publish to `url`, see kvevents.nats_access. The server need not be up yet. Raises ConfigError."""
+        """Begin to publish to `url`, see nats.access. The server need not be up yet. Raises ConfigError."""
         self._access = read_access(url)
         self._id = secrets.token_hex(6)  # of this process, whose batches are numbered from 0
         whose = f"{token(self._access.user)}." if self._access.user else ""  # a server lets a user publish under it

@@ -5,7 +5,7 @@ The account needs `get` on the workloads, `get` and `patch` on their /scale: doc
 
 from typing import Any
 
-from kvmesh.mesh.kubernetes_api import Account, ApiTarget, KubernetesApi, KubernetesError, account_of
+from kvmesh.mesh.discovery.kubernetes.api import Account, ApiTarget, KubernetesApi, KubernetesError, account_of
 from kvmesh.planner.config import ServiceConfig, has_prefill_role
 from kvmesh.planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
 from kvmesh.planner.connectors.steps import applied_of, steps_to

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         "KV events, and nothing else. The password of a user is in NATS_PASSWORD_<USER> of the server's environment.",
         section="nats_config",
     )
-    from kvmesh.kvevents.nats_rights import NatsRole, NatsUser, authorization
+    from kvmesh.kvevents.nats.rights import NatsRole, NatsUser, authorization
 
     def users(names: str, role: NatsRole) -> list[NatsUser]:
         return [NatsUser(name, role, f"${variable_of(name)}") for name in names.split(",") if name]

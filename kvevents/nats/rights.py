@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmesh.kvevents.jetstream import STREAM, SUBJECTS
-from kvmesh.kvevents.nats_access import NatsAccess, token
+from kvmesh.kvevents.nats.access import NatsAccess, token
+from kvmesh.kvevents.nats.jetstream import STREAM, SUBJECTS
 
 NatsRole = Literal["worker", "router"]
 _API = "$JS.API"

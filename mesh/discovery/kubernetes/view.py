@@ -7,7 +7,7 @@ has lapsed, and a router then asks the worker itself: its pod is not ready or go
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from kvmesh.mesh.discovery.kubernetes_objects import MeshCard, MeshPod, UnreadableCard
+from kvmesh.mesh.discovery.kubernetes.objects import MeshCard, MeshPod, UnreadableCard
 from kvmesh.mesh.discovery.view import KeyView
 
 RETURN_S = 10.0  # a card that a list no longer has counts for so long, so that its owner can put it again

@@ -9,9 +9,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from kvmesh.mesh.discovery.kubernetes_objects import WatchEvent, read_event, read_page, read_revision, read_status
-from kvmesh.mesh.discovery.list_watch import ListPart, ListWatch, WaitFor, WatchFrom
-from kvmesh.mesh.kubernetes_api import ApiTarget, KubernetesApi, KubernetesError
+from kvmesh.mesh.discovery.kubernetes.api import ApiTarget, KubernetesApi, KubernetesError
+from kvmesh.mesh.discovery.kubernetes.list_watch import ListPart, ListWatch, WaitFor, WatchFrom
+from kvmesh.mesh.discovery.kubernetes.objects import WatchEvent, read_event, read_page, read_revision, read_status
 from kvmesh.protocol.errors import ConfigError, MeshError, UnreachableError, WireError
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Discovery in etcd, with users and their rights. An extension."""

@@ -1,0 +1,1 @@
+"""Discovery through the API server of Kubernetes. An extension."""

@@ -1,0 +1,1 @@
+"""The planner scales workloads of Kubernetes. A part of the extension kubernetes."""
