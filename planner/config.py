@@ -1,6 +1,6 @@
 """Settings of the planner's service. It also has the settings of the core (planner/model.py)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -17,6 +17,13 @@ CONTROL_FILE = "control.sock"
 
 class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_PLANNER_<NAME>`, that over [planner] of the `--config` file, that over the default."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("ttft_slo_s", "itl_slo_s", "mode", "min_prefill", "min_decode", "max_gpus", "forecast", "start_s", "flips"),
+        *("name", "slo", "aim", "discovery", "connector", "shadow", "source", "frontends", "prometheus_url"),
+        *("prefill_profile", "decode_profile", "compose_files", "kubernetes_prefill", "kubernetes_decode"),
+        *("record_file", "host", "metrics_port", "mesh_tls", "log_level"),
+    )
 
     name: Annotated[str, Meta(description="name of this planner")] = "planner"
     slo: Annotated[

@@ -1,7 +1,7 @@
 """Settings of the router, wherever it runs: in a frontend or by itself."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -27,6 +27,12 @@ MIB = 1 << 20
 
 class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_ROUTER_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("policy", "saturation_tokens", "slo_itl_s", "name", "host", "advertise_host", "port"),
+        *("http_port", "metrics_port", "gossip_port", "ext_proc_port", "discovery", "mesh_tls"),
+        *("drain_timeout_s", "log_level"),
+    )
 
     policy: Annotated[Policy, Meta(description=policies_help())] = _RULES.policy
     recompute_price: Annotated[

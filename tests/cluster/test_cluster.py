@@ -109,7 +109,7 @@ def test_a_mistaken_option_is_named_before_anything_starts(argv: list[str], told
 
 def test_help_groups_the_options_by_process(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load_cluster(["--help"], {})
+        load_cluster(["--help-all"], {})
     text = capsys.readouterr().out
     places = [
         text.index(part)
