@@ -2,6 +2,7 @@
 
 A schema is a frozen `msgspec.Struct`; each field is an option, its `Meta(description=...)` the help text.
 `block_size` is then `--block-size`, `KVMESH_ROUTER_BLOCK_SIZE` and `block_size = ...` in the file.
+A field without a description is no option: code and tests set it, operators do not.
 Field types: int, float, bool, str, Literal, Enum, tuples and lists of those, and each of them `| None`.
 A schema may name the options that people use in `COMMON`, a class variable: `--help` shows these, `--help-all` all.
 """
@@ -9,6 +10,7 @@ A schema may name the options that people use in `COMMON`, a class variable: `--
 import difflib
 import enum
 import shutil
+import sys
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import msgspec
 
+from kvmesh.mesh.removed_settings import REFUSED_FROM, REMOVED_IN, removed_settings
 from kvmesh.protocol.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -123,10 +126,12 @@ def load_with_groups(
     """Read settings as `load` does, and for each group the values that somebody gave for its options.
 
     An option that several groups have goes to each of them. An option that `schema` has too is not the group's.
+    Options that were removed are read as well; one line on stderr says that they have no effect.
     """
     own = _options(schema)
     offered = [_group_options(group, own) for group in groups]
-    options = {name: option for options in reversed([own, *offered]) for name, option in options.items()}
+    removed = _removed_options(prefix)
+    options = {name: option for options in reversed([own, *offered, removed]) for name, option in options.items()}
     flags = _given_flags(options, argv, prog)
     if "help" in flags:
         with_all = flags["help"].source == "--help-all"
@@ -137,6 +142,9 @@ def load_with_groups(
     env.pop("config", None)
     file = _given_file(options, path, section) if path else {}
     given = file | env | flags
+    if without_effect := [given[name].source for name in given if options[name] is removed.get(name)]:
+        listed = f"{', '.join(without_effect)}: no effect since kvmesh {REMOVED_IN}"
+        print(f"{prog}: {listed}, and refused from {REFUSED_FROM}: please remove", file=sys.stderr)
     settings = _build(schema, own, {name: value for name, value in given.items() if name in own}, prefix, prog)
     passed_on = [{name: _value(group[name], given[name]) for name in group if name in given} for group in offered]
     return settings, passed_on
@@ -253,7 +261,8 @@ def _rows_for_all(prefix: str, is_short: bool) -> list[OptionRow]:
 
 def _options(schema: type[msgspec.Struct]) -> dict[str, _Option]:
     """Return the options of a schema by field name. Raises TypeError for a field that cannot be an option."""
-    options = {field.name: _option(field) for field in msgspec.structs.fields(schema)}
+    fields = [field for field in msgspec.structs.fields(schema) if _strip(field.type)[1]]
+    options = {field.name: _option(field) for field in fields}
     names = [option.flag for option in options.values()]
     names += [option.negation for option in options.values() if option.negatable]
     names += ["--config", *_HELP]
@@ -298,6 +307,16 @@ def _check_kind(name: str, kind: Any) -> None:
     is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
     if not (kind in (int, float, bool, str) or get_origin(kind) is Literal or is_enum):
         raise TypeError(f"setting {name!r}: {kind!r} cannot be an option")
+
+
+def _removed_options(prefix: str) -> dict[str, _Option]:
+    """Return the options that were removed from this service. Any value is accepted."""
+    removed = removed_settings(prefix)
+    return {
+        name: _Option(name, Any, (kind,), nullable=True, is_list=False, default=None, help="")
+        for names, kind in ((removed.names, str), (removed.switches, bool))
+        for name in names
+    }
 
 
 # --- what was given -----------------------------------------------------------------------------------

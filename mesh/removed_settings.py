@@ -1,0 +1,29 @@
+"""Settings that this release has no longer. They are accepted for one release, with a warning, and have no effect.
+
+The code that used a setting has a constant instead. An entry leaves this table with the release after `REMOVED_IN`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+REMOVED_IN, REFUSED_FROM = "0.4", "0.5"
+
+
+class RemovedSettings(NamedTuple):
+    """The former settings of one service or command."""
+
+    names: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()  # flags without a value
+
+
+REMOVED: Mapping[str, RemovedSettings] = {}  # by the prefix of their environment variables
+PASSED_ON_BY_UP = ("KVMESH_WORKER_", "KVMESH_FRONTEND_", "KVMESH_ROUTER_")
+
+
+def removed_settings(prefix: str) -> RemovedSettings:
+    """Return the former settings of a service or command. `kvmesh up` has those of the services that it starts."""
+    prefixes = PASSED_ON_BY_UP if prefix == "KVMESH_UP_" else (prefix,)
+    found = [REMOVED.get(one, RemovedSettings()) for one in prefixes]
+    return RemovedSettings(
+        tuple(name for one in found for name in one.names), tuple(name for one in found for name in one.switches)
+    )
