@@ -16,7 +16,16 @@ class RemovedSettings(NamedTuple):
     switches: tuple[str, ...] = ()  # flags without a value
 
 
-REMOVED: Mapping[str, RemovedSettings] = {}  # by the prefix of their environment variables
+REMOVED: Mapping[str, RemovedSettings] = {  # by the prefix of their environment variables
+    "KVMESH_ROUTER_": RemovedSettings(
+        (
+            *("prefill_weight", "decode_weight", "request_weight", "transfer_weight", "host_weight", "disk_weight"),
+            *("object_weight", "local_prefill_max_share", "queue_order", "queue_aging_tokens_per_s"),
+            *("queue_standing_wait_s", "predict_ttl_s", "approximate_ttl_s", "kv_events_per_s", "kv_events_mib_per_s"),
+            *("max_bookings", "ext_proc_max_streams", "ext_proc_max_body_mib"),
+        )
+    ),
+}
 PASSED_ON_BY_UP = ("KVMESH_WORKER_", "KVMESH_FRONTEND_", "KVMESH_ROUTER_")
 
 
