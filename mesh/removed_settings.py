@@ -25,6 +25,17 @@ REMOVED: Mapping[str, RemovedSettings] = {  # by the prefix of their environment
             *("max_bookings", "ext_proc_max_streams", "ext_proc_max_body_mib"),
         )
     ),
+    "KVMESH_WORKER_": RemovedSettings(("max_calls",)),
+    "KVMESH_MEMORY_": RemovedSettings(("writer_deadline_s",)),
+    "KVMESH_REPLAY_": RemovedSettings(("period_s", "arrival_speedup", "hop_s", "load_report_interval_s")),
+    "KVMESH_PROFILE_MEASURE_": RemovedSettings(("lowest_token", "token_range")),
+    "KVMESH_PLANNER_": RemovedSettings(
+        (
+            *("max_step_up", "max_step_down", "season_s", "prometheus_window_s", "mock_kv_tokens", "mock_num_seqs"),
+            *("mock_step_tokens", "kubernetes_account", "record_mib"),
+        ),
+        switches=("predictive", "reactive"),
+    ),
 }
 PASSED_ON_BY_UP = ("KVMESH_WORKER_", "KVMESH_FRONTEND_", "KVMESH_ROUTER_")
 

@@ -214,7 +214,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
     allowed_hosts: AllowedHosts = ""
     discovery: DiscoveryUrl = "file:.run/discovery"
-    max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096
+    max_calls: Annotated[int, Meta(ge=1)] = 4096  # calls at once, beyond that they are refused
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     mesh_tls: MeshTls = ""
     mesh_probes: MeshProbes = False
