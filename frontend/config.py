@@ -1,6 +1,6 @@
 """Settings of the frontend."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -13,6 +13,12 @@ from kvmesh.router.rules import DEFAULT_SLO_ITL_S
 
 class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_FRONTEND_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("name", "host", "port", "processes", "router", "discovery", "tls_cert", "api_keys_file"),
+        *("cors_origins", "allowed_hosts", "access_log", "access_log_file", "responses_store"),
+        *("request_timeout_s", "drain_timeout_s", "mesh_tls", "slo_ttft_s", "slo_itl_s", "otlp_endpoint", "log_level"),
+    )
 
     name: Annotated[str, Meta(description="name of this frontend")] = "frontend"
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"

@@ -2,12 +2,15 @@
 
 A schema is a frozen `msgspec.Struct`; each field is an option, its `Meta(description=...)` the help text.
 `block_size` is then `--block-size`, `KVMESH_ROUTER_BLOCK_SIZE` and `block_size = ...` in the file.
+A field without a description is no option: code and tests set it, operators do not.
 Field types: int, float, bool, str, Literal, Enum, tuples and lists of those, and each of them `| None`.
+A schema may name the options that people use in `COMMON`, a class variable: `--help` shows these, `--help-all` all.
 """
 
 import difflib
 import enum
 import shutil
+import sys
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import msgspec
 
+from kvmesh.mesh.removed_settings import REFUSED_FROM, REMOVED_IN, removed_settings
 from kvmesh.protocol.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -24,6 +28,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 _FALSE = ("false", "0", "no", "off")
 _TRUE = ("true", "1", "yes", "on")
 _NONE = "none"
+_HELP = ("--help", "-h", "--help-all")
 
 
 class OptionRow(NamedTuple):
@@ -121,19 +126,25 @@ def load_with_groups(
     """Read settings as `load` does, and for each group the values that somebody gave for its options.
 
     An option that several groups have goes to each of them. An option that `schema` has too is not the group's.
+    Options that were removed are read as well; one line on stderr says that they have no effect.
     """
     own = _options(schema)
     offered = [_group_options(group, own) for group in groups]
-    options = {name: option for options in reversed([own, *offered]) for name, option in options.items()}
+    removed = _removed_options(prefix)
+    options = {name: option for options in reversed([own, *offered, removed]) for name, option in options.items()}
     flags = _given_flags(options, argv, prog)
     if "help" in flags:
-        print(usage(schema, prefix=prefix, prog=prog, description=description, groups=groups))
+        with_all = flags["help"].source == "--help-all"
+        print(usage(schema, prefix=prefix, prog=prog, description=description, groups=groups, with_all=with_all))
         raise SystemExit(0)
     env = _given_env(options, environ, prefix, foreign)
     path = flags.pop("config", None) or env.pop("config", None)
     env.pop("config", None)
     file = _given_file(options, path, section) if path else {}
     given = file | env | flags
+    if without_effect := [given[name].source for name in given if options[name] is removed.get(name)]:
+        listed = f"{', '.join(without_effect)}: no effect since kvmesh {REMOVED_IN}"
+        print(f"{prog}: {listed}, and refused from {REFUSED_FROM}: please remove", file=sys.stderr)
     settings = _build(schema, own, {name: value for name, value in given.items() if name in own}, prefix, prog)
     passed_on = [{name: _value(group[name], given[name]) for name in group if name in given} for group in offered]
     return settings, passed_on
@@ -195,30 +206,54 @@ def _row(option: "_Option", prefix: str) -> OptionRow:
 
 
 def usage(
-    schema: type[msgspec.Struct], *, prefix: str, prog: str, description: str = "", groups: Sequence[Group] = ()
+    schema: type[msgspec.Struct],
+    *,
+    prefix: str,
+    prog: str,
+    description: str = "",
+    groups: Sequence[Group] = (),
+    with_all: bool = False,
 ) -> str:
-    """Return the text of `--help`."""
+    """Return the text of `--help`, or of `--help-all`."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 60), 110)
     own = _options(schema)
-    sections = [("options", [*describe(schema, prefix=prefix), *_rows_for_all(prefix)])]
     shown: dict[str, _Option] = {}
-    for group in groups:
-        options = {name: option for name, option in _group_options(group, own).items() if name not in shown}
-        shown |= options
-        sections.append((group.title, [_row(option, prefix) for option in options.values()]))
+    sections: list[tuple[str, list[OptionRow]]] = []
+    is_short = False
+    for title, part, options in [
+        ("options", schema, own),
+        *((group.title, group.schema, _group_options(group, own)) for group in groups),
+    ]:
+        new = {name: option for name, option in options.items() if name not in shown}
+        chosen = new if with_all else {name: new[name] for name in new if name in common_names(part)}
+        is_short |= len(chosen) < len(new)
+        shown |= chosen
+        sections.append((title, [_row(option, prefix) for option in chosen.values()]))
+    sections[0][1].extend(_rows_for_all(prefix, is_short))
     indent = min(max(len(row.flag) for _, rows in sections for row in rows) + 4, 34)
     parts = [f"usage: {prog} [options]"]
     if description:
         parts.append(textwrap.fill(description, width))
-    parts += [f"{title}:\n" + "\n".join(_help_lines(row, indent, width) for row in rows) for title, rows in sections]
+    parts += [
+        f"{title}:\n" + "\n".join(_help_lines(row, indent, width) for row in rows) for title, rows in sections if rows
+    ]
+    if is_short:
+        parts.append(f"`{prog} --help-all` lists all options")
     return "\n\n".join(parts)
 
 
-def _rows_for_all(prefix: str) -> list[OptionRow]:
-    return [
+def common_names(schema: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the options of a schema that `--help` shows: those of its `COMMON`, or all where it has none."""
+    names: tuple[str, ...] = getattr(schema, "COMMON", schema.__struct_fields__)
+    return names
+
+
+def _rows_for_all(prefix: str, is_short: bool) -> list[OptionRow]:
+    rows = [
         OptionRow("--config PATH", _env_name(prefix, "config"), "", "TOML file with settings"),
         OptionRow("--help", "", "", "show this and exit"),
     ]
+    return [*rows, OptionRow("--help-all", "", "", "show all options and exit")] if is_short else rows
 
 
 # --- the schema ---------------------------------------------------------------------------------------
@@ -226,10 +261,12 @@ def _rows_for_all(prefix: str) -> list[OptionRow]:
 
 def _options(schema: type[msgspec.Struct]) -> dict[str, _Option]:
     """Return the options of a schema by field name. Raises TypeError for a field that cannot be an option."""
-    options = {field.name: _option(field) for field in msgspec.structs.fields(schema)}
+    fields = [field for field in msgspec.structs.fields(schema) if _strip(field.type)[1]]
+    options = {field.name: _option(field) for field in fields}
     names = [option.flag for option in options.values()]
     names += [option.negation for option in options.values() if option.negatable]
-    clashes = {name for name in [*names, "--config", "--help"] if [*names, "--config", "--help"].count(name) > 1}
+    names += ["--config", *_HELP]
+    clashes = {name for name in names if names.count(name) > 1}
     if clashes:
         raise TypeError(f"{schema.__name__}: two options are called {', '.join(sorted(clashes))}")
     return options
@@ -272,6 +309,16 @@ def _check_kind(name: str, kind: Any) -> None:
         raise TypeError(f"setting {name!r}: {kind!r} cannot be an option")
 
 
+def _removed_options(prefix: str) -> dict[str, _Option]:
+    """Return the options that were removed from this service. Any value is accepted."""
+    removed = removed_settings(prefix)
+    return {
+        name: _Option(name, Any, (kind,), nullable=True, is_list=False, default=None, help="")
+        for names, kind in ((removed.names, str), (removed.switches, bool))
+        for name in names
+    }
+
+
 # --- what was given -----------------------------------------------------------------------------------
 
 
@@ -281,7 +328,7 @@ def _given_flags(options: Mapping[str, _Option], argv: Sequence[str], prog: str)
     args = iter(argv)
     for arg in args:
         flag, equals, text = arg.partition("=")
-        if flag in ("--help", "-h"):
+        if flag in _HELP:
             return {"help": Given(flag, True)}
         if flag == "--config":
             given["config"] = Given(flag, texts=(text if equals else _next_value(flag, args),))
@@ -318,7 +365,7 @@ def _find_flag(options: Mapping[str, _Option], flag: str, prog: str) -> tuple[_O
         return by_flag[flag]
     if not flag.startswith("-"):
         raise ConfigError(f"unexpected argument {flag!r}", hint=f"see {prog} --help")
-    raise unknown(f"flag {flag}", flag, [*by_flag, "--config", "--help"], f"see {prog} --help")
+    raise unknown(f"flag {flag}", flag, [*by_flag, "--config", *_HELP], f"see {prog} --help")
 
 
 def _given_env(

@@ -1,6 +1,6 @@
 """Settings of the planner's service. It also has the settings of the core (planner/model.py)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -17,6 +17,13 @@ CONTROL_FILE = "control.sock"
 
 class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_PLANNER_<NAME>`, that over [planner] of the `--config` file, that over the default."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("ttft_slo_s", "itl_slo_s", "mode", "min_prefill", "min_decode", "max_gpus", "forecast", "start_s", "flips"),
+        *("name", "slo", "aim", "discovery", "connector", "shadow", "source", "frontends", "prometheus_url"),
+        *("prefill_profile", "decode_profile", "compose_files", "kubernetes_prefill", "kubernetes_decode"),
+        *("record_file", "host", "metrics_port", "mesh_tls", "log_level"),
+    )
 
     name: Annotated[str, Meta(description="name of this planner")] = "planner"
     slo: Annotated[
@@ -46,9 +53,8 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     prometheus_matcher: Annotated[
         str, Meta(description='prometheus: labels of the frontends\' series, e.g. job="kvmesh-frontend"')
     ] = ""
-    prometheus_window_s: Annotated[
-        float, Meta(gt=0, description="prometheus: length of one piece of traffic; at least 4 scrapes")
-    ] = 60.0
+    # prometheus: length of one piece of traffic; at least 4 scrapes
+    prometheus_window_s: Annotated[float, Meta(gt=0)] = 60.0
     prefill_profile: Annotated[
         str, Meta(description="file of `kvmesh profile` for prefill workers; mock: the mock engine's own model")
     ] = ""
@@ -56,9 +62,9 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
         str, Meta(description="file of `kvmesh profile` for decode workers; default: --prefill-profile")
     ] = ""
     mock_speedup: Annotated[float, Meta(gt=0, description="profile mock: --mock-speedup of the workers")] = 1.0
-    mock_kv_tokens: Annotated[int, Meta(ge=1, description="profile mock: KV tokens of a worker")] = 32768
-    mock_num_seqs: Annotated[int, Meta(ge=1, description="profile mock: --max-num-seqs of the workers")] = 32
-    mock_step_tokens: Annotated[int, Meta(ge=1, description="profile mock: --max-step-tokens of the workers")] = 512
+    mock_kv_tokens: Annotated[int, Meta(ge=1)] = 32768  # profile mock: KV tokens of a worker
+    mock_num_seqs: Annotated[int, Meta(ge=1)] = 32  # profile mock: --max-num-seqs of the workers
+    mock_step_tokens: Annotated[int, Meta(ge=1)] = 512  # profile mock: --max-step-tokens of the workers
     local_control: Annotated[str, Meta(description=f"local: unix:<run directory>/control/{CONTROL_FILE}")] = ""
     compose_command: Annotated[str, Meta(description="compose: the command, as for a shell")] = "docker compose"
     compose_inspect: Annotated[str, Meta(description="compose: the command that shows containers by id")] = (
@@ -76,9 +82,8 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     )
     kubernetes_namespace: Annotated[str, Meta(description="kubernetes: namespace; default: the service account's")] = ""
     kubernetes_url: Annotated[str, Meta(description="kubernetes: API server; default: from the pod's environment")] = ""
-    kubernetes_account: Annotated[
-        str, Meta(description="kubernetes: folder with token, ca.crt and namespace of the service account")
-    ] = "/var/run/secrets/kubernetes.io/serviceaccount"
+    # kubernetes: folder with token, ca.crt and namespace of the service account
+    kubernetes_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
     virtual_host: Annotated[str, Meta(description="virtual: address on which decisions can be fetched")] = "127.0.0.1"
     virtual_port: Annotated[int, Meta(ge=0, le=65535, description="virtual: its port; 0: any")] = 8090
     virtual_timeout_s: Annotated[
@@ -90,7 +95,7 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     record_file: Annotated[str, Meta(description="file of all decisions, JSON lines; empty: none")] = (
         ".run/planner.jsonl"
     )
-    record_mib: Annotated[float, Meta(gt=0, description="most MiB of that file and the one before it together")] = 16.0
+    record_mib: Annotated[float, Meta(gt=0)] = 16.0  # most MiB of that file and the one before it together
     host: Annotated[str, Meta(description="address of /metrics")] = "127.0.0.1"
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
     allowed_hosts: AllowedHosts = ""

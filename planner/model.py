@@ -24,8 +24,8 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int, Meta(ge=0, description="decode workers for it, as `kvmesh profile plan` says; 0: no load is expected")
     ] = 0
     max_gpus: Annotated[int, Meta(ge=1, description="GPUs of all workers together, at most")] = 8
-    max_step_up: Annotated[int, Meta(ge=1, description="workers of a role added in one decision")] = 8
-    max_step_down: Annotated[int, Meta(ge=1, description="workers of a role taken away in one decision")] = 2
+    max_step_up: Annotated[int, Meta(ge=1)] = 8  # workers of a role added in one decision
+    max_step_down: Annotated[int, Meta(ge=1)] = 2  # workers of a role taken away in one decision
     predictive_interval_s: Annotated[float, Meta(gt=0, description="interval of the loop that forecasts")] = 60.0
     reactive_interval_s: Annotated[float, Meta(gt=0, description="interval of the loop that looks at queues")] = 5.0
     forecast: Annotated[
@@ -35,13 +35,13 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     miss_cost: Annotated[
         float, Meta(gt=1, description="GPU time that a request outside the SLO costs, in multiples of its own")
     ] = 3.0
-    season_s: Annotated[float, Meta(ge=0, description="length of one season of the traffic; 0: find it")] = 0.0
+    season_s: Annotated[float, Meta(ge=0)] = 0.0  # length of one season of the traffic; 0: find it
     target_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a worker's capacity to use")] = 0.8
     start_s: Annotated[float, Meta(ge=0, description="from the order of a worker until it takes requests")] = 30.0
     flips: Annotated[bool, Meta(description="turn idle prefill workers into decode workers and back")] = True
     flip_s: Annotated[float, Meta(ge=0, description="time of such a change, without the drain")] = 3.0
-    predictive: Annotated[bool, Meta(description="run the slow loop")] = True
-    reactive: Annotated[bool, Meta(description="run the fast loop")] = True
+    predictive: bool = True  # run the slow loop
+    reactive: bool = True  # run the fast loop
 
 
 class RoleFleet(Struct, frozen=True, kw_only=True):

@@ -1,11 +1,10 @@
 """Settings of the router, wherever it runs: in a frontend or by itself."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from kvmesh.kvevents.allowance import EventRates
 from kvmesh.kvevents.connect import SERVER_USAGE
 from kvmesh.mesh.discovery import DiscoveryUrl
 from kvmesh.mesh.http.browsers import AllowedHosts
@@ -15,49 +14,31 @@ from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
 from kvmesh.router.admission import AdmissionRules
 from kvmesh.router.disaggregation import LocalPrefill
 from kvmesh.router.policies import Policy, policies_help
-from kvmesh.router.queue import Order, QueueRules
+from kvmesh.router.queue import QueueRules
 from kvmesh.router.rules import RouterRules, Saturation
-from kvmesh.router.selection import Weights
 
 _RULES = RouterRules()  # the defaults stand there
 _SATURATION = Saturation()
 _NEVER = 1 << 62
-MIB = 1 << 20
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_ROUTER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("policy", "saturation_tokens", "slo_itl_s", "name", "host", "advertise_host", "port"),
+        *("http_port", "metrics_port", "gossip_port", "ext_proc_port", "discovery", "mesh_tls"),
+        *("drain_timeout_s", "log_level"),
+    )
+
     policy: Annotated[Policy, Meta(description=policies_help())] = _RULES.policy
     recompute_price: Annotated[
         float, Meta(ge=0, description="of a block to prefill, in blocks that wait; 0: worked out from the traffic")
     ] = _RULES.recompute_price
-    prefill_weight: Annotated[float, Meta(ge=0, description="cost of a block still to prefill: favours reuse")] = (
-        _RULES.weights.prefill
-    )
-    decode_weight: Annotated[float, Meta(ge=0, description="cost of a block held by running requests")] = (
-        _RULES.weights.decode
-    )
-    request_weight: Annotated[float, Meta(ge=0, description="cost of a running request, in blocks")] = (
-        _RULES.weights.request
-    )
-    transfer_weight: Annotated[float, Meta(ge=0, description="cost of a block to pull from a prefill worker")] = (
-        _RULES.weights.transfer
-    )
-    host_weight: Annotated[float, Meta(ge=0, le=1, description="share of a block's work that host memory saves")] = (
-        _RULES.weights.host
-    )
-    disk_weight: Annotated[float, Meta(ge=0, le=1, description="... that a disk saves")] = _RULES.weights.disk
-    object_weight: Annotated[float, Meta(ge=0, le=1, description="... that an object store saves")] = (
-        _RULES.weights.object
-    )
     temperature: Annotated[float, Meta(ge=0, description="0: the cheapest worker; above: spread")] = _RULES.temperature
     local_prefill_max_tokens: Annotated[
         int, Meta(ge=0, description="a decode worker prefills itself below so many uncached tokens")
     ] = _RULES.local_prefill.max_tokens
-    local_prefill_max_share: Annotated[
-        float, Meta(ge=0, le=1, description="... and below this uncached share of the prompt")
-    ] = _RULES.local_prefill.max_share
     saturation_tokens: Annotated[
         int, Meta(ge=0, description="requests wait while a worker has so many prompt tokens to compute; 0: never")
     ] = _SATURATION.queued_tokens
@@ -74,36 +55,21 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "have no room for; 0: no limit; default: the frontend's --slo-itl-s if it was set, else no limit"
         ),
     ] = None
-    queue_order: Annotated[Order, Meta(description="fcfs: by arrival; wspt: short uncached prompts first")] = (
-        _RULES.queue.order
-    )
     queue_max_requests: Annotated[int, Meta(ge=1, description="requests that wait for one model; more get a 429")] = (
         _RULES.queue.max_requests
     )
     queue_max_tokens: Annotated[int, Meta(ge=1, description="... and tokens of their prompts")] = (
         _RULES.queue.max_tokens
     )
-    queue_aging_tokens_per_s: Annotated[
-        float, Meta(gt=0, description="wspt: a prompt is overtaken for its uncached tokens divided by this, in s")
-    ] = _RULES.queue.aging_tokens_per_s
     admission: Annotated[
         bool, Meta(description="refuse requests at once that would miss the deadline that their client stated")
     ] = _RULES.admission.is_on
     queue_max_wait_s: Annotated[
         float, Meta(ge=0, description="refuse requests with a stated deadline that would wait longer; 0: any wait")
     ] = _RULES.admission.max_wait_s
-    queue_standing_wait_s: Annotated[
-        float, Meta(ge=0, description="... so long in a queue that stays; 0: any wait")
-    ] = _RULES.admission.standing_wait_s
     affinity_ttl_s: Annotated[
         float, Meta(ge=0, description="a session keeps to its worker for so long after its last request; 0: not")
     ] = _RULES.affinity_ttl_s
-    predict_ttl_s: Annotated[
-        float, Meta(ge=0, description="a placement counts as cached until its KV events come, so long at most; 0: not")
-    ] = _RULES.predict_ttl_s
-    approximate_ttl_s: Annotated[
-        float, Meta(ge=0, description="... so long where a worker publishes no KV events; 0: not")
-    ] = _RULES.approximate_ttl_s
     lease_s: Annotated[float, Meta(gt=0, description="a booking ends when nothing was heard of it for so long")] = (
         _RULES.lease_s
     )
@@ -124,12 +90,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nats_url: Annotated[
         str, Meta(description=f"NATS server that wants user and password for the KV events: {SERVER_USAGE}")
     ] = ""
-    kv_events_per_s: Annotated[
-        float, Meta(gt=0, description="KV events of one publisher; one that sends more is heard again after a rest")
-    ] = EventRates().events_per_s
-    kv_events_mib_per_s: Annotated[float, Meta(gt=0, description="... and their size")] = EventRates().bytes_per_s / MIB
     max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 2.0
-    max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
+    max_bookings: Annotated[int, Meta(ge=1)] = 4096  # bookings made over HTTP that stand at once
     ext_proc_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(
@@ -143,10 +105,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ext_proc_objectives: Annotated[
         str, Meta(description="picker: priorities of inference objectives, name=priority,...; below 0: never waits")
     ] = ""
-    ext_proc_max_streams: Annotated[int, Meta(ge=1, description="picker: requests at once; more get a 429")] = 8192
-    ext_proc_max_body_mib: Annotated[float, Meta(gt=0, le=1024, description="picker: larger requests are refused")] = (
-        16.0
-    )
+    ext_proc_max_streams: Annotated[int, Meta(ge=1)] = 8192  # picker: requests at once; more get a 429
+    ext_proc_max_body_mib: Annotated[float, Meta(gt=0, le=1024)] = 16.0  # picker: larger requests are refused
     ext_proc_tls_cert: Annotated[str, Meta(description="picker: PEM file with its certificate; default: no TLS")] = ""
     ext_proc_tls_key: Annotated[
         str, Meta(description="picker: PEM file with the key; default: in the certificate's")
@@ -179,39 +139,19 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def rules_of(config: RouterConfig) -> RouterRules:
     return RouterRules(
         policy=config.policy,
-        weights=Weights(
-            prefill=config.prefill_weight,
-            decode=config.decode_weight,
-            request=config.request_weight,
-            transfer=config.transfer_weight,
-            host=config.host_weight,
-            disk=config.disk_weight,
-            object=config.object_weight,
-        ),
         recompute_price=config.recompute_price,
         temperature=config.temperature,
-        local_prefill=LocalPrefill(config.local_prefill_max_tokens, config.local_prefill_max_share),
+        local_prefill=LocalPrefill(config.local_prefill_max_tokens),
         saturation=saturation_of(config),
         queue=QueueRules(
-            order=config.queue_order,
-            max_requests=config.queue_max_requests,
-            max_tokens=config.queue_max_tokens,
-            aging_tokens_per_s=config.queue_aging_tokens_per_s,
+            order=_RULES.queue.order, max_requests=config.queue_max_requests, max_tokens=config.queue_max_tokens
         ),
-        admission=AdmissionRules(
-            is_on=config.admission, max_wait_s=config.queue_max_wait_s, standing_wait_s=config.queue_standing_wait_s
-        ),
+        admission=AdmissionRules(is_on=config.admission, max_wait_s=config.queue_max_wait_s),
         slo_itl_s=config.slo_itl_s or 0.0,
         affinity_ttl_s=config.affinity_ttl_s,
-        predict_ttl_s=config.predict_ttl_s,
-        approximate_ttl_s=config.approximate_ttl_s,
         lease_s=math.inf if is_off("lease_expiry") else config.lease_s,
         ramp_s=config.ramp_s,
     )
-
-
-def event_rates_of(config: RouterConfig) -> EventRates:
-    return EventRates(events_per_s=config.kv_events_per_s, bytes_per_s=config.kv_events_mib_per_s * MIB)
 
 
 def saturation_of(config: RouterConfig) -> Saturation | None:

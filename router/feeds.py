@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from kvmesh.kvevents.allowance import EventRates
 from kvmesh.kvevents.connect import Links
 from kvmesh.kvevents.door import KeyPair
 from kvmesh.kvevents.subscriber import KvEventSubscriber
@@ -280,14 +279,13 @@ class KvFeed:
         fleet: WorkerFleet,
         plane: PlaneClient,
         nats_url: str = "",
-        rates: EventRates | None = None,
         keys: KeyPair | None = None,
     ) -> None:
         """Make a feed; one with `keys` follows closed events alone. Raises ConfigError for a bad `nats_url`."""
         self._plane = plane
         self._admission = None if keys is None else EventAdmission(plane, keys, self._follow, self._refuse)
         self._subscriber = KvEventSubscriber(
-            KvSink(fleet), links=Links(nats_url=nats_url, keys=keys), rates=rates, on_rest=EVENT_RESTS.inc
+            KvSink(fleet), links=Links(nats_url=nats_url, keys=keys), on_rest=EVENT_RESTS.inc
         )
         self._unfollowed: set[WorkerId] = set()
 

@@ -12,7 +12,7 @@ from kvmesh.protocol.errors import InvalidRequestError, MeshError, OverloadedErr
 from kvmesh.protocol.ids import RequestId, WorkerId
 from kvmesh.protocol.messages import Placed, Progress, RouterCard, RouteRequest, WorkerCard
 from kvmesh.router.admission import RefusedError
-from kvmesh.router.config import RouterConfig, event_rates_of, rules_of
+from kvmesh.router.config import RouterConfig, rules_of
 from kvmesh.router.core import Outcome, RouterState
 from kvmesh.router.feeds import KvFeed, WorkerNews
 from kvmesh.router.gossip_link import Gossip
@@ -97,7 +97,7 @@ class LocalRouter:
         self.lease_s = config.lease_s
         self.state = RouterState(rules_of(config))
         keys = None if plane.credentials is None else new_keys()  # a closed mesh: its KV events are closed
-        self.kv_feed = KvFeed(self.state.fleet, plane, config.nats_url, event_rates_of(config), keys)
+        self.kv_feed = KvFeed(self.state.fleet, plane, config.nats_url, keys=keys)
         self.load_feed = LoadFeed(self.state.reported, plane, self._wake)
         self.gossip: Gossip | None = None
         if config.gossip:

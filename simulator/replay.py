@@ -46,7 +46,7 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rate: Annotated[float, Meta(gt=0, description="synthetic: requests/s, on average")] = 4.0
     peak_rate: Annotated[float, Meta(ge=0, description="synthetic: requests/s at most; 0: 1.6 times --rate")] = 0.0
     duration_s: Annotated[float, Meta(gt=0, description="synthetic: seconds of load")] = 3600.0
-    period_s: Annotated[float, Meta(gt=0, description="synthetic: seconds until the shape repeats")] = 3600.0
+    period_s: Annotated[float, Meta(gt=0)] = 3600.0  # synthetic: seconds until the shape repeats
     isl: Annotated[float, Meta(ge=1, description="synthetic: prompt tokens; of a later turn, what it adds")] = 3000.0
     osl: Annotated[float, Meta(ge=1, description="synthetic, access log: answer tokens")] = 300.0
     spread: Annotated[float, Meta(ge=0, description="synthetic: sigma of log-normal lengths")] = 0.0
@@ -104,11 +104,10 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     routers: Annotated[int, Meta(ge=1, description="routers that share the requests")] = 1
     gossip_lag_s: Annotated[float, Meta(ge=0, description="age of what a router knows about the others' load")] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0, description="from a cache's change until the routers know")] = 0.005
-    load_report_interval_s: Annotated[
-        float, Meta(ge=0, description="time between two reports of a worker's load to the routers; 0: no reports")
-    ] = 0.0
-    hop_s: Annotated[float, Meta(ge=0, description="time from client to router and back, in the frontend")] = 0.0
-    arrival_speedup: Annotated[float, Meta(gt=0, description="requests come this many times as fast")] = 1.0
+    # time between two reports of a worker's load to the routers; 0: no reports
+    load_report_interval_s: Annotated[float, Meta(ge=0)] = 0.0
+    hop_s: Annotated[float, Meta(ge=0)] = 0.0  # time from client to router and back, in the frontend
+    arrival_speedup: Annotated[float, Meta(gt=0)] = 1.0  # requests come this many times as fast
     concurrency: Annotated[
         int, Meta(ge=0, description="requests at a time, whatever the trace's arrivals; 0: by the trace")
     ] = 0

@@ -124,14 +124,18 @@ def function_lengths(tree: ast.Module) -> list[int]:
 def settings_in(tree: ast.Module) -> int:
     """Count the settings that a module declares: fields of its structs whose type carries a description for `--help`.
 
-    A struct of which no field has one is no schema of settings. An inherited setting counts where it is declared.
+    A type with a name of its own, as `LogLevel`, has its description elsewhere. An inherited setting counts where it is
+    declared, and a struct without any description is no schema of settings.
     """
     structs = [
-        [field for field in node.body if isinstance(field, ast.AnnAssign)]
+        [ast.unparse(field.annotation) for field in node.body if isinstance(field, ast.AnnAssign)]
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     ]
-    return sum(len(fields) for fields in structs if any("description=" in ast.unparse(field) for field in fields))
+    schemas = [types for types in structs if any("description=" in text for text in types)]
+    return sum(
+        "description=" in text or (text.isidentifier() and text[0].isupper()) for types in schemas for text in types
+    )
 
 
 def circles(imports: Sequence[Import]) -> list[list[str]]:

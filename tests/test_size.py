@@ -44,6 +44,8 @@ class Base(Struct):
     model: Model = ""
 class Service(Base):
     role: Annotated[str, Meta(description="role")] = ""
+    patience_s: Annotated[float, Meta(gt=0)] = 1.0
+    names: ClassVar[tuple[str, ...]] = ()
 class Message(Struct):
     text: str
 """

@@ -1,7 +1,7 @@
 """Settings of a worker."""
 
 import shlex
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -22,6 +22,13 @@ from kvmesh.workers.stall import ANSWER_STALL_S, STEP_STALL_S
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_WORKER_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    COMMON: ClassVar[tuple[str, ...]] = (
+        *("name", "role", "engine", "engine_args", "model_path", "model", "device", "dtype"),
+        *("block_size", "num_blocks", "max_num_seqs", "max_step_tokens", "loras", "tool_parser"),
+        *("reasoning_parser", "kv_transfer", "kv_connector", "kv_host_mib", "kv_disk", "kv_shared"),
+        *("host", "advertise_host", "port", "metrics_port", "discovery", "mesh_tls", "drain_timeout_s", "log_level"),
+    )
 
     name: Annotated[str, Meta(description="stable name of this worker; default: its role and a random suffix")] = ""
     role: Annotated[Role, Meta(description="prefill, decode, or aggregated: both halves")] = Role.AGGREGATED
@@ -207,7 +214,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
     allowed_hosts: AllowedHosts = ""
     discovery: DiscoveryUrl = "file:.run/discovery"
-    max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096
+    max_calls: Annotated[int, Meta(ge=1)] = 4096  # calls at once, beyond that they are refused
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     mesh_tls: MeshTls = ""
     mesh_probes: MeshProbes = False

@@ -80,10 +80,8 @@ class MeasureConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     steps: Annotated[int, Meta(ge=2, le=4096, description="decode steps of a measurement")] = 32
     warm_steps: Annotated[int, Meta(ge=1, le=4096, description="decode steps before them")] = 8
     seed: Annotated[int, Meta(ge=0, description="seed of the prompts")] = 0
-    lowest_token: Annotated[int, Meta(ge=0, description="lowest token id in prompts")] = 100
-    token_range: Annotated[
-        int, Meta(ge=2, description="number of token ids in prompts; they must be in the vocabulary")
-    ] = 900
+    lowest_token: Annotated[int, Meta(ge=0)] = 100  # lowest token id in prompts
+    token_range: Annotated[int, Meta(ge=2)] = 900  # number of token ids in prompts; they must be in the vocabulary
     out_dir: Annotated[str, Meta(description="folder for profiles, and for points while it runs")] = "profiles"
     fresh: Annotated[bool, Meta(description="start again; default: continue a stopped run")] = False
     start_s: Annotated[

@@ -56,7 +56,7 @@ def test_a_flag_of_a_worker_reaches_every_worker(name: str, value: str) -> None:
 
 def test_worker_options_are_read_from_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "mesh.toml"
-    file.write_text("[up]\nblock_size = 32\nnum_blocks = 64\nmax_num_seqs = 4\n[router]\nrequest_weight = 3.0\n")
+    file.write_text("[up]\nblock_size = 32\nnum_blocks = 64\nmax_num_seqs = 4\n[router]\nrecompute_price = 3.0\n")
     environ = {"KVMESH_UP_NUM_BLOCKS": "128"}
     config = load_cluster(["--config", str(file), "--max-num-seqs=8"], environ)
     assert {(w.block_size, w.num_blocks, w.max_num_seqs) for w in workers_of(config)} == {(32, 128, 8)}
@@ -64,12 +64,12 @@ def test_worker_options_are_read_from_environment_and_file(tmp_path: Path) -> No
 
 def test_frontend_and_router_take_their_flags_and_tables(tmp_path: Path) -> None:
     file = tmp_path / "mesh.toml"
-    file.write_text("[frontend]\nmax_inflight = 7\nmax_connections = 9\n[router]\nrequest_weight = 3.0\n")
+    file.write_text("[frontend]\nmax_inflight = 7\nmax_connections = 9\n[router]\nrecompute_price = 3.0\n")
     argv = ["--config", str(file), "--max-inflight", "8", "--policy", "random", "--no-gossip", "--log-format", "json"]
     config = load_cluster(argv, {})
     frontend, router = frontend_of(config, str(file))
     assert (frontend.max_inflight, frontend.max_connections) == (8, 9)
-    assert (router.policy, router.gossip, router.request_weight) == ("random", False, 3.0)
+    assert (router.policy, router.gossip, router.recompute_price) == ("random", False, 3.0)
     assert {frontend.log_format, router.log_format, *(w.log_format for w in workers_of(config))} == {"json"}
     assert read_frontend(config, str(file), {}).max_inflight == 8
 
@@ -109,7 +109,7 @@ def test_a_mistaken_option_is_named_before_anything_starts(argv: list[str], told
 
 def test_help_groups_the_options_by_process(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load_cluster(["--help"], {})
+        load_cluster(["--help-all"], {})
     text = capsys.readouterr().out
     places = [
         text.index(part)

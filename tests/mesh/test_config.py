@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
+from kvmesh.frontend.config import FrontendConfig
 from kvmesh.mesh.config import describe, load, load_given, to_flags, usage
+from kvmesh.mesh.removed_settings import RemovedSettings, removed_settings
+from kvmesh.planner.config import ServiceConfig
 from kvmesh.protocol.errors import ConfigError
+from kvmesh.router.config import RouterConfig
+from kvmesh.workers.config import WorkerConfig
 
 
 class Mode(enum.StrEnum):
@@ -185,10 +190,10 @@ def test_help_lines_are_aligned_and_fit_the_terminal(monkeypatch: pytest.MonkeyP
 
 def test_clashing_and_unusable_fields_are_a_bug_of_the_schema() -> None:
     class Clash(Struct):
-        config: str = ""
+        config: Annotated[str, Meta(description="a file")] = ""
 
     class Nested(Struct):
-        inner: dict[str, str] = {}
+        inner: Annotated[dict[str, str], Meta(description="a table")] = {}
 
     for schema in (Clash, Nested):
         with pytest.raises(TypeError):
@@ -216,3 +221,62 @@ settings = st.builds(
 def test_to_flags_is_the_inverse_of_load(wanted: Settings) -> None:
     env = {"KVMESH_ROUTER_BLOCK_SIZE": "77", "KVMESH_ROUTER_TOKEN": "other"}
     assert read(*to_flags(wanted), env=env) == wanted
+
+
+class Rules(Struct, frozen=True, kw_only=True):
+    port: Annotated[int, Meta(description="port")] = 1
+    patience_s: Annotated[float, Meta(gt=0)] = 2.0
+
+
+def test_a_field_without_a_description_is_no_option() -> None:
+    assert [row.flag for row in describe(Rules, prefix="X_")] == ["--port INT"]
+    assert load(Rules, ["--port=3"], {}, prefix="X_", prog="x") == Rules(port=3)
+    with pytest.raises(ConfigError, match="unknown flag --patience-s"):
+        load(Rules, ["--patience-s=1"], {}, prefix="X_", prog="x")
+
+
+def former(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = RemovedSettings(names=("pace_s",), switches=("eager",))
+    monkeypatch.setattr("kvmesh.mesh.removed_settings.REMOVED", {"KVMESH_ROUTER_": removed})
+
+
+@pytest.mark.parametrize(
+    ("argv", "source"),
+    [
+        (["--pace-s=3"], "--pace-s"),
+        (["--pace-s", "3"], "--pace-s"),
+        (["--no-pace-s"], "--no-pace-s"),
+        (["--eager"], "--eager"),
+        (["--no-eager"], "--no-eager"),
+    ],
+)
+def test_a_removed_flag_has_no_effect_and_one_warning(
+    argv: list[str], source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former(monkeypatch)
+    assert read(*argv, "--block-size=3") == Settings(block_size=3)
+    assert capsys.readouterr().err == (
+        f"kvmesh router: {source}: no effect since kvmesh 0.4, and refused from 0.5: please remove\n"
+    )
+
+
+def test_removed_settings_of_environment_and_file_share_the_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former(monkeypatch)
+    path = toml(tmp_path, "eager = true")
+    assert read("--config", path, env={"KVMESH_ROUTER_PACE_S": "soon"}) == Settings()
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"eager in {path}, KVMESH_ROUTER_PACE_S: no effect" in line
+
+
+def test_up_accepts_the_removed_settings_of_its_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    former(monkeypatch)
+    assert removed_settings("KVMESH_UP_") == removed_settings("KVMESH_ROUTER_") != removed_settings("KVMESH_X_")
+
+
+def test_no_setting_is_removed_and_there() -> None:
+    schemas = {"KVMESH_WORKER_": WorkerConfig, "KVMESH_FRONTEND_": FrontendConfig, "KVMESH_ROUTER_": RouterConfig}
+    for prefix, schema in {**schemas, "KVMESH_PLANNER_": ServiceConfig}.items():
+        removed = {name for names in removed_settings(prefix) for name in names}
+        assert removed.isdisjoint(row.env.removeprefix(prefix).lower() for row in describe(schema, prefix=prefix))

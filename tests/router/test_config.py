@@ -8,7 +8,6 @@ from kvmesh.protocol.errors import ConfigError
 from kvmesh.router.config import RouterConfig, rules_of
 from kvmesh.router.queue import QueueRules
 from kvmesh.router.rules import DEFAULT_SLO_ITL_S, RouterRules
-from kvmesh.router.selection import Weights
 
 
 def read(*flags: str) -> RouterConfig:
@@ -22,25 +21,20 @@ def test_the_defaults_are_those_of_the_rules() -> None:
 def test_every_setting_reaches_the_rules() -> None:
     rules = rules_of(
         read(
-            "--policy=power-of-two", "--recompute-price=3", "--prefill-weight=2", "--decode-weight=0.5",
-            "--request-weight=1", "--transfer-weight=0.3", "--host-weight=0.5", "--disk-weight=0.4",
-            "--object-weight=0.2", "--temperature=0.1", "--local-prefill-max-tokens=7", "--local-prefill-max-share=0.1",
+            "--policy=power-of-two", "--recompute-price=3", "--temperature=0.1", "--local-prefill-max-tokens=7",
             "--saturation-tokens=9", "--saturation-requests-share=2", "--saturation-blocks-share=0.9",
-            "--queue-order=fcfs", "--queue-max-requests=5", "--queue-max-tokens=50", "--queue-aging-tokens-per-s=10",
-            "--slo-itl-s=0.03", "--affinity-ttl-s=60", "--predict-ttl-s=0", "--approximate-ttl-s=1", "--lease-s=30",
-            "--ramp-s=0",
+            "--queue-max-requests=5", "--queue-max-tokens=50", "--slo-itl-s=0.03", "--affinity-ttl-s=60",
+            "--lease-s=30", "--ramp-s=0",
         )
     )  # fmt: skip
     assert (rules.policy, rules.recompute_price, rules.temperature) == ("power-of-two", 3, 0.1)
-    assert rules.weights == Weights(2, 0.5, 1, 0.3, 0.5, 0.4, 0.2)
-    assert (rules.local_prefill.max_tokens, rules.local_prefill.max_share) == (7, 0.1)
+    assert rules.local_prefill.max_tokens == 7
     assert rules.saturation is not None
     assert (rules.saturation.queued_tokens, rules.saturation.requests_share) == (9, 2)
     assert rules.saturation.blocks_share == 0.9
-    assert rules.queue == QueueRules(order="fcfs", max_requests=5, max_tokens=50, aging_tokens_per_s=10)
+    assert rules.queue == QueueRules(order="wspt", max_requests=5, max_tokens=50)
     assert rules.slo_itl_s == 0.03
-    assert (rules.affinity_ttl_s, rules.predict_ttl_s, rules.approximate_ttl_s) == (60, 0, 1)
-    assert (rules.lease_s, rules.ramp_s) == (30, 0)
+    assert (rules.affinity_ttl_s, rules.lease_s, rules.ramp_s) == (60, 30, 0)
 
 
 def test_a_router_keeps_no_slo_that_nobody_has_stated() -> None:
@@ -60,9 +54,7 @@ def test_a_limit_of_0_is_none() -> None:
     assert rules_of(read(*off)).saturation is None
 
 
-@pytest.mark.parametrize(
-    "flag", ["--policy=best", "--lease-s=0", "--host-weight=2", "--name=", "--http-port=70000", "--slo-itl-s=-1"]
-)
+@pytest.mark.parametrize("flag", ["--policy=best", "--lease-s=0", "--name=", "--http-port=70000", "--slo-itl-s=-1"])
 def test_what_makes_no_sense_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=flag.partition("=")[0]):
         read(flag)

@@ -15,9 +15,8 @@ class MemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limit_gib: Annotated[float, Meta(gt=0, description="memory that images may take, those in use and those kept")] = (
         64.0
     )
-    writer_deadline_s: Annotated[
-        float, Meta(gt=0, description="a worker that takes longer to load and write is followed by the next")
-    ] = 1800.0
+    # a worker that takes longer to load and write is followed by the next
+    writer_deadline_s: Annotated[float, Meta(gt=0)] = 1800.0
     status: Annotated[bool, Meta(description="print what the service at --socket holds, and end")] = False
     json: Annotated[bool, Meta(description="with --status: print one JSON object")] = False
     host: Annotated[str, Meta(description="address of /metrics")] = "127.0.0.1"
