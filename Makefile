@@ -79,7 +79,7 @@ test-weekly: $(DEV) ## test-minutes and all that .ci/run leaves out; docs/lanes.
 
 test-vllm: $(VLLM) $(LMCACHE) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
 	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python KVMESH_LMCACHE=$(CURDIR)/.venv-lmcache .venv-vllm/bin/python -m pytest --durations=10 \
-		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
+		tests/vllm tests/workers/test_xgrammar_trial.py tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
 
 soak: $(DEV) ## 30 minutes of everything at once: memory, fds, threads, tasks and /dev/shm stay flat (ARGS='--seconds 600')
 	$(PY) -m kvmesh lab soak --png soak.png $(ARGS)

@@ -1,7 +1,7 @@
 """Refuse guides that are too large, and the obvious ones that would be too costly to compile. Pure.
 
 What stands here is a shortcut: the limits of time and memory under which a guide is compiled refuse the same guides,
-only later. Engines of other projects compile guides without such limits, so for them it is the only guard.
+only later.
 """
 
 import json
@@ -38,6 +38,11 @@ def check_guide(guide: Guide) -> None:
         raise InvalidRequestError(
             f"the {guide_name(guide)} has {num_bytes} bytes, at most {most} are taken", param="guide"
         )
+    check_certain_cost(guide)
+
+
+def check_certain_cost(guide: Guide) -> None:
+    """Raise InvalidRequestError for a guide that is certain to be too costly."""
     if guide.kind is GuideKind.JSON_SCHEMA and '"multipleOf"' in guide.value:
         try:
             check_cost(json.loads(guide.value))

@@ -1,9 +1,13 @@
 """The messages between a worker and the processes that follow guides for it."""
 
+from typing import Literal
+
 import msgspec
 
 from kvmesh.protocol.messages import Guide, GuideKind
 from kvmesh.workers.schemas import GuideWhitespace
+
+XgrammarForm = Literal["", "vllm", "sglang"]  # how an engine gives guides to xgrammar; "": it does not use xgrammar
 
 
 class GuideSetup(msgspec.Struct, frozen=True, array_like=True):
@@ -13,6 +17,7 @@ class GuideSetup(msgspec.Struct, frozen=True, array_like=True):
     vocab_size: int  # 0: as the tokenizer says
     eos_token_ids: tuple[int, ...]
     whitespace: GuideWhitespace
+    xgrammar: XgrammarForm = ""
 
 
 class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):

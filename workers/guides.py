@@ -28,7 +28,7 @@ from kvmesh.mesh.jobs.frames import Setup
 from kvmesh.mesh.jobs.places import Places
 from kvmesh.protocol.errors import EngineError, InvalidRequestError, MeshError
 from kvmesh.protocol.messages import Guide
-from kvmesh.workers.guide_checks import check_guide
+from kvmesh.workers.guide_checks import check_certain_cost, check_guide
 from kvmesh.workers.guide_messages import (
     BeginAnswer,
     Close,
@@ -38,6 +38,7 @@ from kvmesh.workers.guide_messages import (
     Job,
     Standing,
     Take,
+    XgrammarForm,
     guide_name,
     reply_decoder,
 )
@@ -53,6 +54,7 @@ GRACE_S = 0.005  # that a step waits for the guides of its answers; those that t
 PROCESS_BYTES = 256 * MIB  # one process may have so much more than the zygote
 # The parser recurses once per reference of a chain of definitions; the largest guides need a tenth of this.
 STACK_BYTES = 512 * MIB
+TRIAL_STACK_BYTES = 4 * MIB  # half of what a thread of an engine has: an engine that passes its stack is gone
 MOST_BYTES = 1024 * MIB  # of all processes; above it idle ones end, then the largest
 COMPILING, COMPILING_PER_KEY = 3, 2  # guides that are compiled at once
 MOST_PROCESSES, PROCESSES_PER_KEY = 96, 64
@@ -61,6 +63,7 @@ IDLE_S = 300.0
 MOST_ANSWERS = 16  # in one process: each has a lexer of its own
 REFUSALS_BYTES = 1 * MIB  # of remembered refusals
 _REFUSAL_BYTES = 512  # of one, beside its text
+MOST_AFFORDABLE = 8_192  # guides that are remembered because they passed `check_cost`: about 1 MiB
 
 
 class GuidedRow(Protocol):
@@ -198,6 +201,7 @@ class Guides:
         self._vocab_size = vocab_size
         self._homes: OrderedDict[bytes, list[_Home]] = OrderedDict()  # by the guide's digest, the latest used last
         self._refused: OrderedDict[bytes, InvalidRequestError] = OrderedDict()
+        self._affordable: OrderedDict[bytes, None] = OrderedDict()
         self._compilations: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._processes = Places(MOST_PROCESSES, PROCESSES_PER_KEY)
         self._compiling = Places(COMPILING, COMPILING_PER_KEY)
@@ -222,7 +226,7 @@ class Guides:
         EngineError once it is closed.
         """
         check_guide(guide)
-        digest = hashlib.blake2b(f"{guide.kind} {guide.value}".encode(errors="surrogatepass"), digest_size=16).digest()
+        digest = _digest(guide)
         while True:
             if self._is_closed:
                 raise EngineError("the engine is stopping")
@@ -234,12 +238,20 @@ class Guides:
             await self._compiled(digest, guide, key)
 
     async def check_cost(self, guide: Guide, key: str) -> None:
-        """Raise InvalidRequestError for a guide that passes a limit. One that is at fault otherwise passes here."""
-        try:
-            (await self.open(guide, key=key)).close()
-        except InvalidRequestError as error:
-            if error.hint == SIMPLER:
-                raise
+        """Raise InvalidRequestError for a guide that passes a limit. The process ends after its compilation."""
+        check_certain_cost(guide)
+        digest = _digest(guide)
+        if digest not in self._affordable:
+            if (refusal := self._refused.get(digest)) is not None:
+                self._refused.move_to_end(digest)
+                raise refusal
+            await self._compiled(digest, guide, key)
+            for home in list(self._homes.get(digest, ())):
+                home.close()
+        self._affordable[digest] = None
+        self._affordable.move_to_end(digest)
+        while len(self._affordable) > MOST_AFFORDABLE:
+            self._affordable.popitem(last=False)
 
     def close(self) -> None:
         """End all processes. The requests that wait fail."""
@@ -431,18 +443,22 @@ def open_guides(
     except ValueError as error:
         log.warning("no guided decoding: llguidance cannot read %s: %s", tokenizer, error)
         return None
-    return lazy_guides(tokenizer, vocab_size, eos_token_ids, whitespace)
-
-
-def lazy_guides(
-    tokenizer: Path, vocab_size: int = 0, eos_token_ids: Sequence[int] = (), whitespace: GuideWhitespace = "compact"
-) -> Guides:
-    """Return what compiles guides; the tokenizer is read with the first of them. `vocab_size` 0: the tokenizer's."""
-    setup = GuideSetup(str(tokenizer.resolve()), vocab_size, tuple(eos_token_ids), whitespace)
-    argument = msgspec.msgpack.encode(setup)
-    return Guides(
-        Children(Setup("kvmesh.workers.guide_process:prepare", argument, PROCESS_BYTES, STACK_BYTES)), vocab_size
+    argument = msgspec.msgpack.encode(
+        GuideSetup(str(tokenizer.resolve()), vocab_size, tuple(eos_token_ids), whitespace)
     )
+    setup = Setup("kvmesh.workers.guide_process:prepare", argument, PROCESS_BYTES, STACK_BYTES)
+    return Guides(Children(setup), vocab_size)
+
+
+def trial_guides(tokenizer: Path, xgrammar: XgrammarForm) -> Guides:
+    """Return what only checks the cost of guides, for an engine that compiles them itself."""
+    argument = msgspec.msgpack.encode(GuideSetup(str(tokenizer.resolve()), 0, (), "compact", xgrammar))
+    setup = Setup("kvmesh.workers.trial_process:prepare", argument, PROCESS_BYTES, TRIAL_STACK_BYTES)
+    return Guides(Children(setup), 0)
+
+
+def _digest(guide: Guide) -> bytes:
+    return hashlib.blake2b(f"{guide.kind} {guide.value}".encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _refusal(guide: Guide, error: JobError, limit_s: float) -> MeshError:
@@ -452,7 +468,8 @@ def _refusal(guide: Guide, error: JobError, limit_s: float) -> MeshError:
         )
     if isinstance(error, JobTooLargeError):
         return InvalidRequestError(
-            f"the {guide_name(guide)} took more than {PROCESS_BYTES // MIB} MiB of memory to compile",
+            f"the {guide_name(guide)} took more than {PROCESS_BYTES // MIB} MiB of memory to compile, or it is "
+            "nested too deeply",
             hint=SIMPLER,
             param="guide",
         )

@@ -39,7 +39,8 @@ LOOK_EVERY_S = 0.1  # at the CPU time of a child that is at work
 WALL_FACTOR = 10  # a job also ends after so many times its limit by the clock: it may hang without computing
 START_TIMEOUT_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_KILLED_BY_MEMORY = frozenset({OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
+_NO_THREAD_DATA = 127  # exit code where the C library has no memory for the data of a thread
+_KILLED_BY_MEMORY = frozenset({OUT_OF_MEMORY, _NO_THREAD_DATA, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 
 
 class JobError(Exception):
@@ -56,6 +57,10 @@ class JobTooLargeError(JobError):
 
 class JobLostError(JobError):
     """The process of a job, or the zygote, ended for a reason of its own, as when the kernel kills it."""
+
+
+class CannotPrepareError(EngineError):
+    """The zygote cannot prepare what its children need, as where a library is not installed."""
 
 
 class Child(asyncio.Protocol):
@@ -244,7 +249,7 @@ class Children:
             case Ready() if not self._ready.done():
                 self._ready.set_result(None)
             case Broken(reason) if not self._ready.done():
-                self._ready.set_exception(EngineError(f"guides cannot be compiled: {reason}"))
+                self._ready.set_exception(CannotPrepareError(f"guides cannot be compiled: {reason}"))
             case Forked(pid):
                 self._on_fork(pid)
             case Ended(pid, status) if (child := self._children.pop(pid, None)) is not None:

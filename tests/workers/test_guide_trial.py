@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
-from kvmesh.protocol.errors import InvalidRequestError
+from kvmesh.protocol.errors import EngineError, InvalidRequestError
 from kvmesh.protocol.messages import Guide, GuideKind
 from kvmesh.workers.engines.external.guide_trial import GuideTrial
 from kvmesh.workers.guide_checks import may_be_costly
+from kvmesh.workers.guides import Guides
 
 pytest.importorskip("llguidance")
 
@@ -46,6 +47,28 @@ async def test_a_guide_that_passes_a_limit_is_refused(trial: GuideTrial, monkeyp
 )
 async def test_other_guides_pass_whether_we_can_compile_them_or_not(trial: GuideTrial, guide: Guide) -> None:
     await trial.check(guide, MODEL, "")
+
+
+async def test_a_guide_of_certain_cost_is_refused(trial: GuideTrial) -> None:
+    with pytest.raises(InvalidRequestError, match="'multipleOf' is too costly here"):
+        await trial.check(schema({"type": "integer", "multipleOf": 9_999_991}), MODEL, "")
+
+
+async def test_a_lost_process_fails_its_request_and_ends_no_trial(
+    trial: GuideTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = schema({"type": "string", "pattern": "^a+$"})
+
+    async def lose(home: object, digest: bytes) -> None:
+        raise EngineError("the process has ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guides, "_begin", staticmethod(lose))
+        with pytest.raises(EngineError):
+            await trial.check(guide, MODEL, "")
+    monkeypatch.setattr("kvmesh.workers.guides.COMPILE_S", 0.2)
+    with pytest.raises(InvalidRequestError, match="took longer"):
+        await trial.check(BOMB, MODEL, "")
 
 
 async def test_without_our_compiler_every_guide_passes(trial: GuideTrial, tmp_path: object) -> None:

@@ -93,6 +93,7 @@ class AttachedEngine:
         self._metrics = ServerMetrics(server.kind.metrics_prefix)
         self._registry.register(self._metrics)
         self._watch = asyncio.create_task(self._watch_server(http, health), name=f"watch {self._config.attach_url}")
+        self._life.uses_xgrammar("vllm" if server.kind.name == "vllm" else "")
         self._life.info = info
         log.info("attached to %s, %s server of %s", self._config.attach_url, server.kind.name, server.model)
         return info

@@ -9,6 +9,7 @@ from kvmesh.protocol.messages import GenerateRequest
 from kvmesh.workers.engine import EngineInfo
 from kvmesh.workers.engines.external.guide_trial import GuideTrial
 from kvmesh.workers.engines.external.waits import Waits
+from kvmesh.workers.guide_messages import XgrammarForm
 
 
 class EngineLife:
@@ -51,6 +52,10 @@ class EngineLife:
         if self.info is None:
             raise EngineError("the engine has not started")
         return self.info
+
+    def uses_xgrammar(self, form: XgrammarForm) -> None:
+        """Say how the engine gives guides to xgrammar, if it does. Call it before the first request."""
+        self._trial.xgrammar = form
 
     async def try_guide(self, request: GenerateRequest) -> None:
         """Raise InvalidRequestError if the request has a guide that would be too costly for the engine."""

@@ -42,6 +42,7 @@ class Flags:
     dp_size: int = 1
     node_rank: int = 0
     has_tokenizer: bool = False  # needed for structured output and for min_tokens
+    uses_xgrammar: bool = False  # for guides
     transfer: str = _DEFAULT_TRANSFER
 
     @property
@@ -77,6 +78,7 @@ def read_flags(config: WorkerConfig) -> Flags:
         dp_size=_number(given, ("--dp-size", "--data-parallel-size"), 1),
         node_rank=_number(given, ("--node-rank",), 0),
         has_tokenizer=grammar != "none",
+        uses_xgrammar=grammar == "xgrammar",
         transfer=_value(given, "--disaggregation-transfer-backend") or _DEFAULT_TRANSFER,
     )
 

@@ -124,6 +124,7 @@ class SglangEngine:
         self._launch = Launch("SGLang", lambda: launch(sglang, server_args, is_leader=self._flags.is_leader))
         runtime = self._runtime = await self._launch.result()
         await self._content.loaded(kv_settings(server_args))
+        self._life.uses_xgrammar("sglang" if self._flags.uses_xgrammar else "")
         for name, files in adapters:
             self._content.add_adapter(name, await files.loaded())
         export_metrics(self._cleanup)

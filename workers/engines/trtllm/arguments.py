@@ -55,6 +55,7 @@ class Arguments:
     kwargs: dict[str, Any]
     tells_events: bool
     has_guides: bool
+    uses_xgrammar: bool
     ranks: int = 1  # that keep caches of their own
 
 
@@ -72,6 +73,7 @@ def read_arguments(config: WorkerConfig) -> Arguments:
         kwargs=kwargs,
         tells_events=bool(cache["enable_block_reuse"] and cache["event_buffer_max_size"]),
         has_guides=bool(kwargs.get("guided_decoding_backend")),
+        uses_xgrammar=kwargs.get("guided_decoding_backend") == "xgrammar",
         ranks=kwargs.get("tensor_parallel_size", 1) if kwargs.get("enable_attention_dp") else 1,
     )
 

@@ -106,6 +106,7 @@ class TrtllmEngine:
         self._launch = Launch("TensorRT-LLM", lambda: launch(trtllm, self._arguments, kwargs))
         self._llm = llm = await self._launch.result()
         await self._content.loaded(kv_settings(llm))
+        self._life.uses_xgrammar("sglang" if self._arguments.uses_xgrammar else "")
         await self._warm_up(trtllm, llm)
         if self._arguments.tells_events:
             await self._take_events(llm)  # the first event has the size of the cache

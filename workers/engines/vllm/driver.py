@@ -39,6 +39,7 @@ class VllmFacts:
     tasks: frozenset[str]
     guesses: bool = False  # speculative decoding is on
     kv_settings: str = ""  # what changes KV beside the files: dtypes, quantisation, overrides of the configuration
+    uses_xgrammar: bool = False  # for guides
     kept_adapters: int = 0  # beyond them vLLM reads adapters again from their folders
 
 
@@ -407,6 +408,7 @@ def _facts(config: Any, tasks: frozenset[str]) -> VllmFacts:
         tasks=tasks,
         guesses=config.speculative_config is not None,
         kv_settings=_kv_settings(config),
+        uses_xgrammar=config.structured_outputs_config.backend in ("auto", "xgrammar"),
         kept_adapters=0 if config.lora_config is None else config.lora_config.max_cpu_loras or 0,
     )
 

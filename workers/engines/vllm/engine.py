@@ -114,6 +114,7 @@ class VllmEngine:
         await driver.prepare()
         facts = driver.facts
         await self._content.loaded(facts.kv_settings)
+        self._life.uses_xgrammar("vllm" if facts.uses_xgrammar else "")
         for cache in self._caches:
             cache.begin(facts.block_size)
         if self._plan.tells_events:
