@@ -23,6 +23,7 @@ from kvmesh.kvcache.tiers.peers import PeerPrefixes
 from kvmesh.kvcache.tiers.whole import WholeCache
 from kvmesh.kvcache.transfer.backend import TransferBackend
 from kvmesh.protocol.errors import (
+    ConfigError,
     EngineError,
     InvalidRequestError,
     MeshError,
@@ -164,9 +165,7 @@ class StepEngine:
         model: ModelInfo = await self._preparing.do(self._executor.load)
         await asyncio.sleep(model.start_s)
         self._guides, self._pace = model.guides, model.pace
-        num_blocks = self._config.num_blocks
-        memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
-        region = await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
+        region = await self._allocate(self._config.num_blocks, model.layout.block_bytes)
         await self._preparing.do(self._warm_up, model)
         await self._preparing.do(self._content.loaded, model)
         if self._transfer is not None:
@@ -200,6 +199,16 @@ class StepEngine:
         self._info = _info_of(self._config, model, self._transfer)
         self._info = replace(self._info, tiers=self.tier_report().tiers, kv_print=self.kv_content().kv_print)
         return self._info
+
+    async def _allocate(self, num_blocks: int, block_bytes: int) -> KvRegion:
+        """Return the memory of the KV cache. Raise ConfigError if there is not so much."""
+        try:
+            memory = None if self._transfer is None else self._transfer.allocate(num_blocks * block_bytes)
+            return await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
+        except (MemoryError, OverflowError, OSError) as error:
+            raise ConfigError(
+                f"there is no memory for {num_blocks} KV blocks of {block_bytes} bytes", hint="set fewer --num-blocks"
+            ) from error
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         return self.push(request, _takes_nothing)
