@@ -8,9 +8,9 @@ request of the step was aborted: what it held may be written to until the step h
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -165,7 +165,10 @@ class StepEngine:
         model: ModelInfo = await self._preparing.do(self._executor.load)
         await asyncio.sleep(model.start_s)
         self._guides, self._pace = model.guides, model.pace
-        region = await self._allocate(self._config.num_blocks, model.layout.block_bytes)
+        num_blocks = self._config.num_blocks
+        with _enough_memory(num_blocks, model.layout.block_bytes) as size_bytes:
+            memory = None if self._transfer is None else self._transfer.allocate(size_bytes)
+            region = await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
         await self._preparing.do(self._warm_up, model)
         await self._preparing.do(self._content.loaded, model)
         if self._transfer is not None:
@@ -199,16 +202,6 @@ class StepEngine:
         self._info = _info_of(self._config, model, self._transfer)
         self._info = replace(self._info, tiers=self.tier_report().tiers, kv_print=self.kv_content().kv_print)
         return self._info
-
-    async def _allocate(self, num_blocks: int, block_bytes: int) -> KvRegion:
-        """Return the memory of the KV cache. Raise ConfigError if there is not so much."""
-        try:
-            memory = None if self._transfer is None else self._transfer.allocate(num_blocks * block_bytes)
-            return await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
-        except (MemoryError, OverflowError, OSError) as error:
-            raise ConfigError(
-                f"there is no memory for {num_blocks} KV blocks of {block_bytes} bytes", hint="set fewer --num-blocks"
-            ) from error
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         return self.push(request, _takes_nothing)
@@ -631,6 +624,17 @@ class _OutputQueue:
 def hesitation(worker_id: WorkerId) -> UnreachableError:
     """Return an error after which a caller tries other workers, and this one again later."""
     return UnreachableError(f"the engine of {worker_id} makes no step", hint="see its log")
+
+
+@contextmanager
+def _enough_memory(num_blocks: int, block_bytes: int) -> Iterator[int]:
+    """Give the size of the KV cache that is allocated within. Raise ConfigError if there is not so much memory."""
+    try:
+        yield num_blocks * block_bytes
+    except (MemoryError, OverflowError, OSError) as error:
+        raise ConfigError(
+            f"there is no memory for {num_blocks} KV blocks of {block_bytes} bytes", hint="set fewer --num-blocks"
+        ) from error
 
 
 def _begin(step: Step, pulls: Pulls, copies: TierCopies | None, marks: StageMarks) -> None:
