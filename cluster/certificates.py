@@ -2,13 +2,22 @@
 
 from pathlib import Path
 
-from kvmesh.mesh.identity.credentials import CERT, Credentials, issued_folder
+from kvmesh.mesh.identity.credentials import CA_KEY, CERT, Credentials, issued_folder
 from kvmesh.mesh.identity.names import Identity, MeshRole
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import Role
 
 NAMESPACE = "up"
 DAYS = 365.0
+
+
+def check_ca(folder: str) -> None:
+    """Raise ConfigError if a folder that was named has no CA: with a mistyped name, a mesh would get a new one."""
+    if folder not in ("", "auto") and not (Path(folder) / CA_KEY).exists():
+        raise ConfigError(
+            f"there is no CA in --mesh-tls {folder}",
+            hint="make one with `kvmesh certs init --ca FOLDER`, or set --mesh-tls auto",
+        )
 
 
 def issue_all(ca: Path) -> Credentials:
@@ -22,7 +31,7 @@ def issue_all(ca: Path) -> Credentials:
         raise ConfigError(
             "--mesh-tls needs the package cryptography, which is missing", hint="pip install 'kvmesh[certs]'"
         ) from error
-    if not (ca / issuing.CA_KEY).exists():
+    if not (ca / CA_KEY).exists():
         issuing.init(ca, NAMESPACE)
     alone = (MeshRole.FRONTEND, MeshRole.ROUTER, MeshRole.PLANNER, MeshRole.OPERATOR, MeshRole.OBSERVER)
     members = [(role, role.value) for role in alone] + [(MeshRole.WORKER, role.value) for role in Role]

@@ -66,7 +66,7 @@ GROUPS = (
 class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_UP_<NAME>`, that wins over the table [up] of `--config`, that over the default."""
 
-    host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
+    host: Annotated[str, Meta(min_length=1, description="address of the HTTP API")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
     prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS, description="prefill workers")] = 1
     decode: Annotated[int, Meta(ge=0, le=MAX_WORKERS, description="decode workers")] = 2

@@ -23,6 +23,7 @@ from kvmesh.protocol.errors import InvalidRequestError, MeshError, WireError
 from kvmesh.protocol.messages import Control, ControlAction, ControlReply, DownCard, Role, WorkerCard, decode_card
 
 log = logging.getLogger(__name__)
+SILENT_S = 15.0  # from the lapse of a card until requests do not wait for the worker any more
 
 LOAD_TIMEOUT_S = 1.0
 REFUSAL_S = 1.0  # a worker that refuses a role has answered by then
@@ -45,6 +46,8 @@ class Member:
     card: WorkerCard | None = None  # its last card, None while there is none
     doing: Literal["", "flipping", "draining"] = ""
     is_down: bool = False  # it ended again and again; it is tried again after a pause
+    silence: asyncio.TimerHandle | None = None  # since its card lapsed, while its process runs: it may be stopped
+    is_silent: bool = False  # ... for SILENT_S
     cards: dict[str, WorkerCard] = field(default_factory=dict)  # by key of discovery
 
 
@@ -99,7 +102,8 @@ class Crew:
 
     def _show_kept(self) -> None:
         """Tell frontends which workers come back if they end."""
-        self.notices.keep(m.name for m in self._members.values() if m.doing != "draining" and not m.is_down)
+        kept = (m for m in self._members.values() if m.doing != "draining" and not (m.is_down or m.is_silent))
+        self.notices.keep(m.name for m in kept)
 
     def reports(self) -> list[MemberReport]:
         return [
@@ -125,19 +129,37 @@ class Crew:
                     if card.pid == await self._supervisor.settled_pid(card.name):  # else another mesh's
                         self._on_card(member, card)
             elif isinstance(change, Deleted):
-                if change.has_lapsed and self._runs(change.key):
-                    continue  # it has lost discovery only
+                if change.has_lapsed and (running := self._running(change.key)) is not None:
+                    self._on_lapse(running)
+                    continue
                 for member in self._members.values():
                     if (gone := member.cards.pop(change.key, None)) is not None and member.card is gone:
                         member.card = None
 
-    def _runs(self, key: str) -> bool:
-        """Return whether the worker of a key is a process of ours that runs."""
-        cards = [(member, member.cards[key]) for member in self._members.values() if key in member.cards]
-        return any(card.pid == self._supervisor.pid(member.name) for member, card in cards)
+    def _running(self, key: str) -> Member | None:
+        """Return the worker of a key if its process is ours and runs."""
+        having = (member for member in self._members.values() if key in member.cards)
+        return next((m for m in having if m.cards[key].pid == self._supervisor.pid(m.name)), None)
+
+    def _on_lapse(self, member: Member) -> None:
+        """Have requests wait SILENT_S for a worker, which is not ended: perhaps only discovery is lost."""
+        if member.silence is None:
+            member.silence = asyncio.get_running_loop().call_later(SILENT_S, self._on_silence, member)
+
+    def _on_silence(self, member: Member) -> None:
+        member.is_silent = True
+        self._show_kept()
+        self._tell(f"{member.name} runs and gives no sign of life: requests do not wait for it")
 
     def _on_card(self, member: Member, card: WorkerCard) -> None:
         member.card = card
+        if member.silence is not None:
+            member.silence.cancel()
+            member.silence = None
+        if member.is_silent:
+            member.is_silent = False
+            self._show_kept()
+            self._tell(f"{member.name} gives signs of life again")
         if member.is_down:
             member.is_down = False
             self.notices.withdraw_down(member.name)

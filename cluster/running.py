@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from kvmesh.cluster.certificates import issue_all
+from kvmesh.cluster.certificates import check_ca, issue_all
 from kvmesh.cluster.config import ClusterConfig
 from kvmesh.cluster.control import control_socket
 from kvmesh.cluster.crew import Crew
@@ -203,6 +203,7 @@ async def running_cluster(
     """
     config = with_one_slo(config, planner, config_file, os.environ)
     frontend = read_frontend(config, config_file, os.environ)
+    check_ca(config.up.mesh_tls)
     run_dir = make_run_dir(config.up.run_dir)
     discovery = open_discovery(discovery_of(run_dir))
     supervisor = Supervisor(run_dir / "logs", tell)

@@ -21,7 +21,7 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
 
     name: Annotated[str, Meta(description="name of this frontend")] = "frontend"
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
     advertise_host: Annotated[str, Meta(description="address under which planners find /metrics; default: --host")] = ""
     processes: Annotated[

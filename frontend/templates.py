@@ -7,6 +7,7 @@ text: sandboxed, its `tojson`, `raise_exception`, `strftime_now`, the `generatio
 import json
 import logging
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -100,12 +101,15 @@ class ChatTemplate:
             text = limited(lambda: self._text(values))
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {str(error)[:MAX_REFUSAL_CHARS]}", param=param
+                f"the model's chat template refuses these messages{self._line_of(error)}: "
+                f"{str(error)[:MAX_REFUSAL_CHARS]}",
+                param=param,
             ) from error
         except Exception as error:  # a template is a program: it may fail in any way
-            log.warning("chat template failed", exc_info=True)
+            line = self._line_of(error)
+            log.warning("chat template failed%s", line, exc_info=True)
             raise InvalidRequestError(
-                f"the model's chat template cannot render these messages: {type(error).__name__}: "
+                f"the model's chat template cannot render these messages{line}: {type(error).__name__}: "
                 f"{str(error)[:MAX_REFUSAL_CHARS]}",
                 param=param,
             ) from error
@@ -123,6 +127,12 @@ class ChatTemplate:
         finally:
             context.vars.clear()
             context.parent.clear()
+
+    def _line_of(self, error: Exception) -> str:
+        """Return which line of the template has failed, the innermost one; "" if none is known."""
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [number for frame, number in frames if frame.f_code.co_filename == "<template>"]
+        return f" at line {self._template.get_corresponding_lineno(lines[-1])}" if lines else ""
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         """Return the message without nulls, as transformers passes it. `developer` is `system` to templates before that
@@ -204,7 +214,8 @@ def _compiled(source: str) -> jinja2.Template:
     try:
         return limited(lambda: _environment().from_string(source))
     except Exception as error:  # constants are computed while the template compiles, and may fail in any way
-        raise ConfigError(f"the chat template does not compile: {str(error)[:MAX_REFUSAL_CHARS]}") from error
+        line = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ConfigError(f"the chat template does not compile{line}: {str(error)[:MAX_REFUSAL_CHARS]}") from error
 
 
 def _environment() -> LimitedEnvironment:

@@ -77,7 +77,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         _RULES.ramp_s
     )
     name: Annotated[str, Meta(min_length=1, description="name of this router, unlike those of the others")] = "router"
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API and /metrics; 0: any")] = 0

@@ -69,7 +69,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         int, Meta(ge=1, le=1024, description="tokens per KV block (vllm: set its own flag after --)")
     ] = 16
     num_blocks: Annotated[
-        int, Meta(ge=2, description="torch, mock: KV blocks of each rank; attach: if the server does not say")
+        int,
+        Meta(ge=2, le=1 << 24, description="torch, mock: KV blocks of each rank; attach: if the server does not say"),
     ] = 2048
     max_num_seqs: Annotated[
         int, Meta(ge=1, description="torch, mock: sequences in one step; attach: if the server does not say")
@@ -184,7 +185,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "engine; 0: never",
         ),
     ] = None
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
     http_endpoint: Annotated[

@@ -8,9 +8,9 @@ request of the step was aborted: what it held may be written to until the step h
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from kvmesh.kvcache.tiers.peers import PeerPrefixes
 from kvmesh.kvcache.tiers.whole import WholeCache
 from kvmesh.kvcache.transfer.backend import TransferBackend
 from kvmesh.protocol.errors import (
+    ConfigError,
     EngineError,
     InvalidRequestError,
     MeshError,
@@ -165,8 +166,9 @@ class StepEngine:
         await asyncio.sleep(model.start_s)
         self._guides, self._pace = model.guides, model.pace
         num_blocks = self._config.num_blocks
-        memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
-        region = await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
+        with _enough_memory(num_blocks, model.layout.block_bytes) as size_bytes:
+            memory = None if self._transfer is None else self._transfer.allocate(size_bytes)
+            region = await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
         await self._preparing.do(self._warm_up, model)
         await self._preparing.do(self._content.loaded, model)
         if self._transfer is not None:
@@ -622,6 +624,17 @@ class _OutputQueue:
 def hesitation(worker_id: WorkerId) -> UnreachableError:
     """Return an error after which a caller tries other workers, and this one again later."""
     return UnreachableError(f"the engine of {worker_id} makes no step", hint="see its log")
+
+
+@contextmanager
+def _enough_memory(num_blocks: int, block_bytes: int) -> Iterator[int]:
+    """Give the size of the KV cache that is allocated within. Raise ConfigError if there is not so much memory."""
+    try:
+        yield num_blocks * block_bytes
+    except (MemoryError, OverflowError, OSError) as error:
+        raise ConfigError(
+            f"there is no memory for {num_blocks} KV blocks of {block_bytes} bytes", hint="set fewer --num-blocks"
+        ) from error
 
 
 def _begin(step: Step, pulls: Pulls, copies: TierCopies | None, marks: StageMarks) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from kvmesh.mesh.config import load
-from kvmesh.mesh.identity.credentials import issued_folder
+from kvmesh.mesh.identity.credentials import CA_KEY, issued_folder
 from kvmesh.mesh.identity.names import Identity, MeshRole
 from kvmesh.protocol.errors import ConfigError
 
@@ -72,7 +72,7 @@ def init(argv: Sequence[str]) -> int:
 
     config = load(InitConfig, argv, {}, prefix="KVMESH_CERTS_", prog="kvmesh certs init")
     issuing.init(Path(config.ca), config.namespace, config.days)
-    print(f"made the CA of the mesh {config.namespace} in {config.ca}; keep {issuing.CA_KEY} there, and nowhere else")
+    print(f"made the CA of the mesh {config.namespace} in {config.ca}; keep {CA_KEY} there, and nowhere else")
     return 0
 
 

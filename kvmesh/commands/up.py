@@ -94,9 +94,10 @@ async def up(
     asked = config.up
     check_counts(asked)
     check_memory(config)
+    check_model(config.up)
     parts = {"prefill": asked.prefill, "decode": asked.decode, "aggregated": asked.aggregated}
-    tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
     async with running_cluster(config, tell, config_file, planner) as cluster:
+        tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
         ready = asyncio.create_task(cluster.until_ready(tell), name="wait until ready")
         stopping = asyncio.create_task(stop.wait(), name="wait for Ctrl-C")
         failing = asyncio.create_task(cluster.supervisor.failed.wait(), name="wait for a failure")
@@ -120,6 +121,12 @@ def check_counts(config: UpConfig) -> None:
     """Raise ConfigError if no worker could ever answer."""
     if config.decode + config.aggregated == 0:
         raise ConfigError("no worker would decode", hint="set --decode or --aggregated to 1 or more")
+
+
+def check_model(config: UpConfig) -> None:
+    """Raise ConfigError if the folder of the model has no tokenizer: neither frontend nor workers would start."""
+    if config.engine in ("torch", "mock") and not (file := Path(config.model_path) / "tokenizer.json").is_file():
+        raise ConfigError(f"there is no {file}", hint="give --model-path a folder with a tokenizer.json")
 
 
 def check_memory(config: ClusterConfig) -> None:

@@ -22,7 +22,7 @@ from kvmesh.protocol.errors import ConfigError, ExpiredError, IdentityError
 
 log = logging.getLogger(__name__)
 
-CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
+CA, CA_KEY, CERT, KEY = "ca.pem", "ca-key.pem", "cert.pem", "key.pem"
 ISSUED = "issued"  # folder of the members in the folder of a CA
 WARN_DAYS = 7
 DAY_S = 86_400.0

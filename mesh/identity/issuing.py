@@ -15,11 +15,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvmesh.mesh.identity.credentials import CA, CERT, ISSUED, KEY
+from kvmesh.mesh.identity.credentials import CA, CA_KEY, CERT, ISSUED, KEY
 from kvmesh.mesh.identity.names import SCHEME, Identity, check_name, identity_of_uri
 from kvmesh.protocol.errors import ConfigError, IdentityError
 
-CA_KEY = "ca-key.pem"
 CA_DAYS = 3650.0
 MEMBER_DAYS = 90.0
 _EARLY = datetime.timedelta(minutes=5)  # clocks of hosts differ

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from kvmesh.cluster import crew
 from kvmesh.cluster.crew import Member, WorkerStakes, cheapest_to_lose
 from kvmesh.planner.connectors.local_api import MAX_WORKERS, Refusal
 from kvmesh.protocol.errors import EngineError, InvalidRequestError
@@ -249,3 +250,20 @@ async def test_a_worker_that_runs_stays_ready_when_its_lease_ends(host: FakeHost
         host.discovery.remove(key, has_lapsed=True)
     await host.heard()
     assert (states(host)["decode-0"], states(host)["decode-1"]) == ("ready", "starting")
+
+
+async def test_requests_do_not_wait_long_for_a_worker_that_gives_no_sign_of_life(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "SILENT_S", 0.0)
+    names = await host.kept()
+    host.discovery.remove(host._cards["decode-0"].key, has_lapsed=True)
+    await host.heard()
+    async with asyncio.timeout(PATIENCE_S):
+        while "decode-0" in (kept := await host.kept()):
+            await asyncio.sleep(0)
+    assert kept == [name for name in names if name != "decode-0"]
+    assert states(host)["decode-0"] == "ready", "it is not ended"
+    await host._join("decode-0", Role.DECODE)
+    await host.heard()
+    assert await host.kept() == names

@@ -144,6 +144,24 @@ def test_more_workers_than_a_host_takes_are_refused() -> None:
     assert "--decode is '100000'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--num-blocks", "999999999999", "--num-blocks is '999999999999'"),
+        ("--host", "", "--host is ''"),
+        ("--mesh-tls", "nowhere", "there is no CA in --mesh-tls nowhere"),
+        ("--model-path", "/nonexistent", "there is no /nonexistent/tokenizer.json"),
+        ("--run-dir", "/proc/x", "cannot write to the run directory /proc/x"),
+    ],
+)
+def test_an_absurd_setting_is_one_line_and_leaves_nothing(flag: str, value: str, words: str, tmp_path: Path) -> None:
+    done = kvmesh("up", "--engine", "mock", "--port", "0", flag, value, TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert words in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_mistyped_option_names_the_right_one() -> None:
     done = kvmesh("up", "--prefil", "2")
     assert done.returncode == 2

@@ -182,6 +182,17 @@ def test_a_broken_template_or_config_is_a_config_error(tmp_path: Path) -> None:
         ChatTemplate.load(tmp_path)
 
 
+def test_an_error_names_the_line_of_the_template(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="does not compile at line 2"):
+        ChatTemplate("a\n{% if %}\n", {})
+    macro = "{% macro add(x) %}\n{{ x + 1 }}\n{% endmacro %}\n{{ add('a') }}"
+    failing = {"a\n\n{{ 1 / 0 }}": 3, macro: 2, "{# #}\n{{ messages[5].x }}": 2, "\n\n{{ raise_exception('no') }}": 3}
+    for source, line in failing.items():
+        with pytest.raises(InvalidRequestError, match=f"these messages at line {line}: "):
+            ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
+    assert "chat template failed at line 3" in caplog.text
+
+
 class _Text(str):
     """A text whose end can be watched."""
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.errors import ConfigError, EngineError
 from kvmesh.protocol.events import KvEvent, Stored
 from kvmesh.protocol.ids import RequestId, new_worker_id
 from kvmesh.protocol.messages import Delta, GenerateRequest, StopConditions, pack_tokens
@@ -142,4 +142,12 @@ async def test_an_engine_that_cannot_tell_its_blocks_is_not_well() -> None:
     await turns_of_the_loop(3)
     with pytest.raises(EngineError, match="cannot tell its KV events: OSError: no socket"):
         engine.check_health()
+    await engine.stop()
+
+
+async def test_a_kv_cache_larger_than_memory_is_a_bad_setting() -> None:
+    config = StepEngineConfig("m", "", 10**15, 8, 512, 30.0, 5.0)
+    engine = StepEngine(MockExecutor(block_size=16, speedup=0), None, config)
+    with pytest.raises(ConfigError, match=r"no memory for 1000000000000000 KV blocks.*--num-blocks"):
+        await engine.start(new_worker_id("w"), "")
     await engine.stop()
