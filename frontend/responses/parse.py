@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
+from kvmesh.frontend.arguments import arguments_of
 from kvmesh.frontend.bodies import Only, decode_body, only, refuse, refuse_unsupported, validation_error
-from kvmesh.frontend.openai.parameters import arguments_of, check_lengths, common_fields, sampling_params
+from kvmesh.frontend.openai.parameters import check_lengths, common_fields, sampling_params
 from kvmesh.frontend.parameters import (
     DeclaredTool,
     ToolWish,
