@@ -141,7 +141,8 @@ def fitted(messages: Sequence[ChatMessage], traits: TemplateTraits) -> Sequence[
 
 def _fitted(message: ChatMessage, short: Mapping[str, str], *, takes_text: bool) -> ChatMessage:
     changed: dict[str, Any] = {}
-    if (call_id := message.get("tool_call_id")) in short:
+    call_id = message.get("tool_call_id")
+    if call_id is not None and call_id in short:
         changed["tool_call_id"] = short[call_id]
     if calls := message.get("tool_calls"):
         changed["tool_calls"] = [_fitted_call(call, short, takes_text=takes_text) for call in calls]

@@ -102,10 +102,10 @@ class ChatTemplate:
     ) -> dict[str, Any]:
         return {
             **self._special_tokens,
+            "documents": None,
             **options,
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
 

@@ -38,7 +38,7 @@ from kvmesh.frontend.parameters import (
 )
 from kvmesh.frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
 from kvmesh.frontend.shapes import MAX_U32
-from kvmesh.frontend.templates import ChatMessage
+from kvmesh.frontend.template_probes import ChatMessage
 from kvmesh.protocol.messages import Guide, GuideKind, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
@@ -73,7 +73,7 @@ def parse_chat(body: bytes) -> ParsedRequest:
         max_tokens=max_tokens,
         guide=guide_of(_format(request.response_format), tools, "response_format"),
         tools=tools,
-        template_options=template_options(request.chat_template_kwargs, request.reasoning_effort),
+        template_options=template_options(request.chat_template_kwargs, request.reasoning_effort, request.documents),
         add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
         continue_final_message=_continues(request),
         **common_fields(request),

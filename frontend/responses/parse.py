@@ -55,7 +55,7 @@ from kvmesh.frontend.responses.shapes import (
     ThoughtPart,
 )
 from kvmesh.frontend.shapes import encode
-from kvmesh.frontend.templates import ChatMessage
+from kvmesh.frontend.template_probes import ChatMessage
 from kvmesh.mesh.http.errors import NotFoundError
 from kvmesh.protocol.errors import MeshError
 from kvmesh.protocol.messages import Guide, GuideKind
