@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvmesh.frontend.arguments import WrittenArguments
 from kvmesh.frontend.parsers.reasoning import REASONING_PARSERS
 from kvmesh.frontend.parsers.tools import TOOL_PARSERS
-from kvmesh.frontend.templates import ChatMessage, WrittenArguments
+from kvmesh.frontend.template_probes import ChatMessage
 from kvmesh.frontend.tokenizer import Tokenizer
 from kvmesh.frontend.tokenizing.cuts import any_of
 from kvmesh.protocol.errors import InvalidRequestError

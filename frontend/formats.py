@@ -7,6 +7,7 @@ from kvmesh.frontend.parsers.allowed import AllowedCalls
 from kvmesh.frontend.parsers.chain import ChainedParser
 from kvmesh.frontend.parsers.events import Parser
 from kvmesh.frontend.parsers.harmony import is_harmony
+from kvmesh.frontend.parsers.ids import ShortIds
 from kvmesh.frontend.parsers.reasoning import (
     ReasoningFormat,
     guess_reasoning_format,
@@ -50,6 +51,8 @@ class AnswerFormat:
             return _limited(harmony.HARMONY.open(False), tools)
         thoughts = None if is_guided else self._thoughts(prompt_tail)
         calls = self._calls(tools)
+        if calls is not None and self.tools is not None and self.tools.short_ids:
+            calls = ShortIds(calls)
         if thoughts is not None and calls is not None:
             return ChainedParser(thoughts, calls)
         return thoughts or calls

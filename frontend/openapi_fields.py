@@ -94,6 +94,7 @@ SENTENCES: Mapping[str, str] = {
     "ThinkingDisabled.display": "Null: there are no thoughts to show.",
     "display_name": "The name of the model.",
     "eager_input_streaming": "Ignored: arguments are always streamed as they are generated.",
+    "documents": "Documents for the model's chat template, each with a `title` and a `text`.",
     "echo": "Whether the answer begins with the prompt.",
     "edits": "The edits, in their order.",
     "effort": "How much the model thinks, if its chat template reads `reasoning_effort`.",

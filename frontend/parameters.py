@@ -17,7 +17,7 @@ from kvmesh.protocol.messages import Guide, GuideKind
 LEAST_TOP_P = 1e-9  # 0 is allowed, and leaves the likeliest token
 MAX_SCHEMA_DEPTH = 96  # Python's recursion ends deeper schemas anywhere on their way
 MAX_SCHEMA_BYTES = 1 << 20  # it goes out with each answer of a request
-RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+RESERVED_OPTIONS = frozenset({"messages", "tools", "add_generation_prompt"})
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
@@ -141,7 +141,9 @@ def is_deeper(value: object, most: int) -> bool:
 # --- chat templates -----------------------------------------------------------------------------------
 
 
-def template_options(given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+def template_options(
+    given: Mapping[str, Any] | None, reasoning_effort: str | None, documents: Sequence[Any] | None = None
+) -> dict[str, Any]:
     """Return the names that a chat template may read; `given` stands under `chat_template_kwargs`.
 
     Raise InvalidRequestError if one of them is given by the request itself.
@@ -149,8 +151,20 @@ def template_options(given: Mapping[str, Any] | None, reasoning_effort: str | No
     options = dict(given or {})
     if taken := sorted(RESERVED_OPTIONS & options.keys()):
         refuse(f"chat_template_kwargs.{taken[0]}", "it is given by the request itself")
+    if options.get("documents") is not None:
+        if documents is not None:
+            refuse("chat_template_kwargs.documents", "'documents' is given beside it; send one of them")
+        _check_documents(options["documents"])
+    elif documents is not None:
+        options["documents"] = documents
     if reasoning_effort is not None:
         options["reasoning_effort"] = reasoning_effort
         if reasoning_effort == "none":
             options.setdefault("enable_thinking", False)
     return options
+
+
+def _check_documents(documents: object) -> None:
+    """Raise InvalidRequestError for documents that a template would stumble over."""
+    if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+        refuse("chat_template_kwargs.documents", "expected a list of objects")

@@ -12,6 +12,7 @@ from kvmesh.frontend.control_tokens import Chat, parts_of, unused_mark
 from kvmesh.frontend.errors import PromptTooLongError
 from kvmesh.frontend.models import Model
 from kvmesh.frontend.request import ParsedRequest
+from kvmesh.frontend.template_probes import fitted
 from kvmesh.frontend.templates import ChatTemplate
 from kvmesh.frontend.tokenizer import TooManyTokensError
 from kvmesh.protocol.errors import InvalidRequestError
@@ -102,8 +103,8 @@ def render(parsed: ParsedRequest, model: Model) -> list[str]:
     """
     assert parsed.messages is not None
     shown = parsed.tools.shown if parsed.tools is not None else None
-    chat = Chat(parsed.messages, shown, parsed.template_options)
     template = model.chat_template()
+    chat = Chat(fitted(parsed.messages, template.traits), shown, parsed.template_options)
     if model.control is None or not model.control.are_in(chat):
         return [_rendered(template, chat, parsed)]
     mark = unused_mark(chat, template.source)

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from kvmesh.frontend.generator import Hints
 from kvmesh.frontend.parsers.events import Tool
-from kvmesh.frontend.templates import ChatMessage
+from kvmesh.frontend.template_probes import ChatMessage
 from kvmesh.protocol.messages import Guide, SamplingParams
 
 

@@ -20,8 +20,11 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.utils
 import msgspec
+from msgspec import UNSET
 
+from kvmesh.frontend.arguments import WrittenArguments
 from kvmesh.frontend.template_limits import MAX_SOURCE_CHARS, LimitedEnvironment, limited
+from kvmesh.frontend.template_probes import ChatMessage, probe_template
 from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -29,23 +32,7 @@ log = logging.getLogger(__name__)
 MAX_REFUSAL_CHARS = 500  # of a template's words
 _END_OF_FINAL = "\ue000end of the final message\ue000"  # stands there while the template is rendered
 _READS_REASONING = re.compile(r"""\.reasoning\b|(["'])reasoning\1""")
-ChatMessage = Mapping[str, Any]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class WrittenArguments(dict[str, Any]):
-    """Holds arguments of an earlier call that are no JSON object: models write such, and limits cut calls off.
-
-    A template that writes arguments as JSON, or as they are, writes the text. A template that writes them one by one
-    finds one argument, `arguments`, with the text as its value.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(arguments=text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class ChatTemplate:
@@ -62,6 +49,7 @@ class ChatTemplate:
         self._template = _compiled(source)
         # jinja2 copies these for every rendering, and chains of maps are slow to copy
         self._template.globals = dict(self._template.globals)
+        self.traits = limited(lambda: probe_template(self._probed))
 
     @classmethod
     def load(cls, path: str | Path) -> "ChatTemplate | None":
@@ -90,14 +78,7 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1]["content"] = _marked(plain[-1].get("content"))
         try:
-            values = {
-                **self._special_tokens,
-                **(options or {}),
-                "messages": plain,
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
+            values = self._values(plain, tools, options or {}, add_generation_prompt=add_generation_prompt)
             text = limited(lambda: self._text(values))
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
@@ -114,6 +95,26 @@ class ChatTemplate:
                 param=param,
             ) from error
         return _up_to_mark(text) if continue_final_message else text
+
+    def _values(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> dict[str, Any]:
+        return {
+            **self._special_tokens,
+            "documents": None,
+            **options,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def _probed(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
+        return self._text(self._values(messages, tools, {}))
 
     def _text(self, values: Mapping[str, Any]) -> str:
         """Render as jinja2's `Template.render` does, but leave no cycles: megabytes of messages would stay in them.
@@ -135,9 +136,14 @@ class ChatTemplate:
         return f" at line {self._template.get_corresponding_lineno(lines[-1])}" if lines else ""
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
-        """Return the message without nulls, as transformers passes it. `developer` is `system` to templates before that
-        name, and thoughts have two names: DeepSeek's `reasoning_content`, vLLM's `reasoning`."""
+        """Return the message without nulls, as transformers passes it, except for the content of a turn of calls alone,
+        if the template needs it. `developer` is `system` to templates before that name, and thoughts have two names:
+        DeepSeek's `reasoning_content`, vLLM's `reasoning`."""
         plain = {key: value for key, value in message.items() if value is not None}
+        if "content" not in plain:
+            content = self.traits.null_content if "tool_calls" in plain else ""
+            if content is not UNSET:
+                plain["content"] = content
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
         if self._reads_reasoning and "reasoning_content" in plain:

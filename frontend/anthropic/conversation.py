@@ -24,7 +24,7 @@ from kvmesh.frontend.anthropic.shapes import (
     ToolUseBlock,
 )
 from kvmesh.frontend.bodies import refuse
-from kvmesh.frontend.templates import ChatMessage
+from kvmesh.frontend.template_probes import ChatMessage
 from kvmesh.protocol.messages import UNREADABLE
 
 INVALID_JSON: Final = "INVALID_JSON"  # Anthropic's key for arguments that are no JSON object

@@ -34,7 +34,7 @@ from kvmesh.frontend.parameters import (
     tools_of,
 )
 from kvmesh.frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
-from kvmesh.frontend.templates import ChatMessage
+from kvmesh.frontend.template_probes import ChatMessage
 from kvmesh.protocol.errors import InvalidRequestError
 from kvmesh.protocol.messages import UNREADABLE, Guide, SamplingParams
 

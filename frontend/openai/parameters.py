@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
+from kvmesh.frontend.arguments import arguments_of
 from kvmesh.frontend.bodies import Only, decode_body, not_supported, only, refuse, refuse_unsupported, shortened
 from kvmesh.frontend.openai.shapes import (
     MAX_CHOICES,
@@ -37,8 +38,8 @@ from kvmesh.frontend.parameters import (
 )
 from kvmesh.frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
 from kvmesh.frontend.shapes import MAX_U32
-from kvmesh.frontend.templates import ChatMessage, WrittenArguments
-from kvmesh.protocol.messages import UNREADABLE, Guide, GuideKind, SamplingParams
+from kvmesh.frontend.template_probes import ChatMessage
+from kvmesh.protocol.messages import Guide, GuideKind, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
 MAX_TOKEN_ID_CHARS = 10
@@ -72,7 +73,7 @@ def parse_chat(body: bytes) -> ParsedRequest:
         max_tokens=max_tokens,
         guide=guide_of(_format(request.response_format), tools, "response_format"),
         tools=tools,
-        template_options=template_options(request.chat_template_kwargs, request.reasoning_effort),
+        template_options=template_options(request.chat_template_kwargs, request.reasoning_effort, request.documents),
         add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
         continue_final_message=_continues(request),
         **common_fields(request),
@@ -354,19 +355,3 @@ def _tool_calls(message: Message) -> list[dict[str, Any]] | None:
         }
         for call in message.tool_calls
     ]
-
-
-def arguments_of(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of an earlier call as templates want them: an object, not its JSON.
-
-    Arguments that are no object are accepted, because a model may have written them so (OpenAI says that they may be
-    invalid JSON).
-    """
-    if not arguments:
-        return {}
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, Any])
-    except UNREADABLE:
-        return WrittenArguments(arguments)

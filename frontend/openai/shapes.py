@@ -195,6 +195,7 @@ class ChatRequest(RequestBase, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     # names that a chat template may read; reasoning_effort is one of them
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

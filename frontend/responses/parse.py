@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
+from kvmesh.frontend.arguments import arguments_of
 from kvmesh.frontend.bodies import Only, decode_body, only, refuse, refuse_unsupported, validation_error
-from kvmesh.frontend.openai.parameters import arguments_of, check_lengths, common_fields, sampling_params
+from kvmesh.frontend.openai.parameters import check_lengths, common_fields, sampling_params
 from kvmesh.frontend.parameters import (
     DeclaredTool,
     ToolWish,
@@ -54,7 +55,7 @@ from kvmesh.frontend.responses.shapes import (
     ThoughtPart,
 )
 from kvmesh.frontend.shapes import encode
-from kvmesh.frontend.templates import ChatMessage
+from kvmesh.frontend.template_probes import ChatMessage
 from kvmesh.mesh.http.errors import NotFoundError
 from kvmesh.protocol.errors import MeshError
 from kvmesh.protocol.messages import Guide, GuideKind

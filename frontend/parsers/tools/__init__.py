@@ -29,12 +29,13 @@ class ToolFormat:
     name: str
     open: Callable[[Sequence[Tool]], Parser]  # for one answer, by the tools of its request
     markers: tuple[str, ...]  # special tokens that the parser has to see
+    short_ids: bool = False  # of calls: nine letters and digits
 
 
 _FORMATS = (
     ToolFormat("hermes", lambda tools: HermesCalls(), ("<tool_call>", "</tool_call>")),
     ToolFormat("llama3_json", LlamaCalls, ("<|python_tag|>", "<|python_start|>", "<|python_end|>")),
-    ToolFormat("mistral", lambda tools: MistralCalls(), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+    ToolFormat("mistral", lambda tools: MistralCalls(), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), short_ids=True),
     ToolFormat(
         "deepseek_v3",
         lambda tools: DeepseekCalls(),

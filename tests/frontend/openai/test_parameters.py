@@ -19,6 +19,7 @@ from kvmesh.frontend.openai.shapes import ChatRequest, CompletionRequest
 from kvmesh.frontend.parameters import LEAST_TOP_P, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, is_deeper
 from kvmesh.frontend.request import ParsedRequest, ToolChoice
 from kvmesh.frontend.shapes import MAX_MESSAGES, MAX_TOOLS
+from kvmesh.frontend.templates import ChatTemplate
 from kvmesh.protocol.errors import InvalidRequestError
 from kvmesh.protocol.messages import Guide, GuideKind
 
@@ -336,6 +337,16 @@ def test_what_a_template_may_read() -> None:
     assert chat(add_generation_prompt=False).add_generation_prompt is False
 
 
+def test_a_template_may_read_documents() -> None:
+    documents = [{"title": "Rain", "text": "It rains."}]
+    for call in (chat(documents=documents), chat(chat_template_kwargs={"documents": documents})):
+        assert call.template_options == {"documents": documents}
+        rendered = ChatTemplate("{% for d in documents or [] %}{{ d.text }}{% endfor %}", {}).render(
+            call.messages or (), options=call.template_options
+        )
+        assert rendered == "It rains."
+
+
 def test_a_final_message_is_continued_without_a_new_turn() -> None:
     messages = [*USER, {"role": "assistant", "content": "Once"}]
     call = chat(messages=messages, continue_final_message=True)
@@ -471,6 +482,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"prompt_cache_key": 1}, "prompt_cache_key"),
     ({"safety_identifier": 1}, "safety_identifier"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ({"documents": "It rains."}, "documents"),
+    ({"chat_template_kwargs": {"documents": ["It rains."]}}, "chat_template_kwargs.documents"),
+    ({"documents": [], "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs.documents"),
     ({"continue_final_message": True}, "continue_final_message"),
     (
         {
