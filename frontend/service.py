@@ -107,7 +107,8 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             if guard is not None:
                 follow += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
             opening = partial(FrontendApi, responses=responses, search=search, router_note=opened.note)
-            settings, crew = settings_of(config, credentials), WorkerCrew(plane, models, workers.resting)
+            settings = settings_of(config, credentials)
+            crew = WorkerCrew(plane, lambda: [*models.cards(), *workers.resting.values()])
             parts = live_parts(config, opened.router, dispatcher, workers, discovery, settings, guard)
             live = await cleanup.enter_async_context(live_page(config, parts, credentials, guard, tls, stop))
             api = opening(settings, models, dispatcher, opened.is_ready, folder, crew=crew, **parts.of_api(live))

@@ -13,7 +13,6 @@ GROUPS = {
         "demo": ("kvmesh.commands.demo", "start a mesh, send it real requests, show what happened"),
         "batch": ("kvmesh.commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh"),
         "frontend": ("kvmesh.frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
-        "router": ("kvmesh.router.__main__", "one router in a process of its own"),
         "worker": ("kvmesh.workers.__main__", "one worker: prefill, decode or aggregated"),
         "planner": (
             "kvmesh.commands.planner",
@@ -30,9 +29,10 @@ GROUPS = {
         ),
     },
     "operate it": {
+        "scale": ("kvmesh.commands.scale", "more or fewer workers in the mesh of `up`: `kvmesh scale decode=3`"),
         "workers": (
             "kvmesh.commands.workers",
-            "see the workers of a mesh; drain, turn, profile them, with an admin key",
+            "see the workers of a mesh; drain, turn, profile them",
         ),
         "keys": ("kvmesh.commands.keys", "make and show the lines of a file of API keys"),
         "profile": ("kvmesh.profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
@@ -45,6 +45,7 @@ SELDOM = {  # `kvmesh --help-all` lists them
     "etcd-user": ("kvmesh.commands.etcd_user", "have etcd ask for passwords, and make the users of a mesh"),
     "memory": ("kvmesh.workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
     "nats-config": ("kvmesh.commands.nats_config", "print the users of a NATS server, each with the least rights"),
+    "router": ("kvmesh.router.__main__", "one router in a process of its own"),
     "whatif": ("kvmesh.commands.whatif", "recent requests again, simulated with other workers, caches or policies"),
     "lab": (
         "kvmesh.commands.laboratory",
