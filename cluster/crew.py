@@ -12,6 +12,7 @@ from typing import Literal
 import aiohttp
 
 from kvmesh.cluster.notices import OwnerNotices
+from kvmesh.frontend.crew import WorkerCrew
 from kvmesh.mesh.discovery import Deleted, Discovery, Put
 from kvmesh.mesh.identity.credentials import Credentials
 from kvmesh.mesh.member_session import member_session
@@ -73,6 +74,7 @@ class Crew:
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._plane = PlaneClient(credentials)
+        self.operators = WorkerCrew(self._plane, self._known)
         self.failures: list[Refusal] = []
         self.notices = OwnerNotices()
         self.is_complete = False  # every first worker has joined: from then on the mesh serves without those that fail
@@ -114,6 +116,10 @@ class Crew:
     def cards(self) -> list[WorkerCard]:
         """Return the cards of the workers that take requests."""
         return [m.card for m in self._members.values() if m.card is not None and self._state(m) == "ready"]
+
+    def _known(self) -> list[WorkerCard]:
+        """Return the cards of all workers, of those that rest too."""
+        return [m.card for m in self._members.values() if m.card is not None]
 
     async def follow(self, discovery: Discovery) -> None:
         """Follow which workers are ready until the watch ends."""

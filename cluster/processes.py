@@ -1,4 +1,4 @@
-"""The processes of a mesh on one host: which there are, and with which flags. Pure, but for the mock's profile."""
+"""The processes of a mesh on one host: which there are, and with which flags. Pure, but for a planner's profile."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvmesh.cluster.config import ClusterConfig
+from kvmesh.cluster.tiny_model import CHECKPOINT_DIR, PROFILE
 from kvmesh.frontend.config import FrontendConfig
 from kvmesh.mesh.config import environ_of, flags_of, load, to_flags
 from kvmesh.mesh.identity.credentials import issued_folder
@@ -99,11 +100,11 @@ def memory_socket(config: ClusterConfig, run_dir: Path) -> str:
 def planner_spec(config: ClusterConfig, planner: ServiceConfig, run_dir: Path, control: str) -> ProcessSpec:
     """Return the planner's process: settings as in `planner`, but it acts on this mesh.
 
-    For mock workers it gets their profile, which is written into the run directory.
+    For mock workers and the tiny model it gets their profile, which is written into the run directory.
     """
-    if config.up.engine == "mock" and not planner.prefill_profile:
-        path = run_dir / "mock-profile.json"
-        path.write_bytes(msgspec.json.encode(mock_profile(config, planner.start_s)))
+    if not planner.prefill_profile and (profile := own_profile(config, planner.start_s)) is not None:
+        path = run_dir / "profile.json"
+        path.write_bytes(msgspec.json.encode(profile))
         planner = replace(planner, prefill_profile=str(path))
     settings = replace(
         planner,
@@ -121,6 +122,21 @@ def planner_spec(config: ClusterConfig, planner: ServiceConfig, run_dir: Path, c
 def record_file_of(planner: ServiceConfig, run_dir: Path) -> str:
     is_default = planner.record_file == ServiceConfig().record_file
     return str(run_dir / "planner.jsonl") if is_default else planner.record_file
+
+
+def own_profile(config: ClusterConfig, start_s: float) -> Profile | None:
+    """Return the profile of the mesh's workers, None where none is known. Raise ConfigError."""
+    if config.up.engine == "mock":
+        return mock_profile(config, start_s)
+    if config.up.engine != "torch" or Path(config.up.model_path) != CHECKPOINT_DIR:
+        return None
+    worker = config.worker_config(Role.DECODE, "", "")
+    return replace(
+        read_profile(PROFILE),
+        total_kv_tokens=worker.num_blocks * worker.block_size,
+        max_num_seqs=worker.max_num_seqs,
+        max_step_tokens=worker.max_step_tokens,
+    )
 
 
 def mock_profile(config: ClusterConfig, start_s: float) -> Profile:

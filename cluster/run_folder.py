@@ -4,11 +4,11 @@ import errno
 import fcntl
 import os
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from kvmesh.mesh.short_folder import temporary_parents
 from kvmesh.protocol.errors import ConfigError
 
 PREFIX = "kvmesh-"
@@ -77,7 +77,8 @@ def _remove_whole(folder: Path) -> None:
 def remove_left_folders(parent: Path | None = None) -> list[Path]:
     """Remove our temporary folders whose mesh was killed, and return them."""
     removed = []
-    for path in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{OWNER}"):
+    parents = temporary_parents() if parent is None else [parent]
+    for path in (path for one in parents for path in one.glob(f"{PREFIX}*/{OWNER}")):
         with suppress(OSError), path.open("r+") as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 continue

@@ -33,8 +33,9 @@ from kvmesh.frontend.config import FrontendConfig
 from kvmesh.mesh.discovery import Discovery, Put, open_discovery
 from kvmesh.mesh.identity.credentials import Credentials
 from kvmesh.mesh.member_session import member_session
+from kvmesh.mesh.short_folder import short_folder
 from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
-from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.config import CONTROL_FILE, ServiceConfig
 from kvmesh.protocol.errors import ConfigError, EngineError, MeshError
 from kvmesh.protocol.messages import FrontendCard, Role, WorkerCard, decode
 
@@ -173,7 +174,7 @@ def why_unusable(health: Mapping[str, Any], cards: Iterable[WorkerCard]) -> str:
 def make_run_dir(given: str) -> Path:
     """Make the run directory. Raises ConfigError if nothing can be written into it, or another mesh runs there."""
     try:
-        run_dir = Path(given or tempfile.mkdtemp(prefix=PREFIX)).resolve()
+        run_dir = (Path(given) if given else short_folder(PREFIX, f"control/{CONTROL_FILE}")).resolve()
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir / "logs").close()  # the directories may be there and closed to us
         if given:
@@ -187,6 +188,11 @@ def make_run_dir(given: str) -> Path:
             hint="set --run-dir to a directory that you may write to",
         ) from error
     return run_dir
+
+
+def is_scaled_by(planner: ServiceConfig | None, supervisor: Supervisor) -> bool:
+    """Return whether a planner runs that changes how many workers the mesh has."""
+    return planner is not None and planner.connector == "local" and supervisor.pid(PLANNER) is not None
 
 
 def specified(config: ClusterConfig, run_dir: Path, role: Role, name: str) -> ProcessSpec:
@@ -221,7 +227,8 @@ async def running_cluster(
             is_worker = spec.name in config.first_workers()
             on_down = partial(crew.on_down, spec.name) if is_worker else None
             supervisor.start(spec, on_down=cluster.on_memory_down if spec.name == MEMORY else on_down)
-        async with control_socket(crew, run_dir) as cluster.control:
+        is_planned = partial(is_scaled_by, planner, supervisor)
+        async with control_socket(crew, run_dir, is_planned) as cluster.control:
             if planner is not None:
                 cluster.planner_record = record_file_of(planner, run_dir)
                 supervisor.start(planner_spec(config, planner, run_dir, cluster.control), cluster.on_planner_lost)

@@ -1,11 +1,13 @@
 """Ask the workers of the mesh how they are, and pass on what operators ask of them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
+from typing import Annotated, Literal, get_args
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
-from kvmesh.frontend.models import ModelRegistry
+from kvmesh.frontend.shapes import Strict
 from kvmesh.mesh.http.errors import NotFoundError
 from kvmesh.mesh.plane.client import PlaneClient
 from kvmesh.protocol.errors import MeshError
@@ -31,17 +33,54 @@ class CrewMember(Struct, frozen=True, kw_only=True):
     problem: str  # why there is no status
 
 
-class WorkerCrew:
-    """Knows the cards of the workers, those that rest included."""
+class CrewList(Struct, frozen=True):
+    workers: list[CrewMember]
 
-    def __init__(self, plane: PlaneClient, models: ModelRegistry, resting: Mapping[WorkerId, WorkerCard]) -> None:
+
+WorkerAction = Literal[
+    "drain",
+    "resume",
+    "set_role",
+    "sleep",
+    "wake",
+    "start_profile",
+    "stop_profile",
+    "reset_prefix_cache",
+    "log_level",
+    "load_lora",
+    "unload_lora",
+    "list_loras",
+]
+WORKER_ACTIONS: tuple[WorkerAction, ...] = get_args(WorkerAction)
+_Text = Annotated[str, Meta(max_length=4096)]
+
+
+class WorkerControl(Strict, frozen=True):
+    """Say what a worker is to do."""
+
+    action: WorkerAction
+    arguments: Annotated[dict[_Text, _Text], Meta(max_length=16)] = msgspec.field(default_factory=dict)
+
+
+class WorkerControlled(Struct, frozen=True):
+    """Say what a worker has done."""
+
+    detail: str
+    worker: str  # its id; another one after a change of role
+    loras: tuple[str, ...] = ()
+
+
+class WorkerCrew:
+    """See and control the workers, whoever asks for it."""
+
+    def __init__(self, plane: PlaneClient, known: Callable[[], Iterable[WorkerCard]]) -> None:
+        """Control the workers in `known`, those that rest included. Of two cards with one id, the later counts."""
         self._plane = plane
-        self._models = models
-        self._resting = resting
+        self._known = known
 
     def cards(self) -> list[WorkerCard]:
         """Return the cards by name."""
-        cards = {card.worker_id: card for card in self._models.cards()} | dict(self._resting)
+        cards = {card.worker_id: card for card in self._known()}
         return sorted(cards.values(), key=lambda card: (card.model, card.role, card.name))
 
     def find(self, name: str) -> WorkerCard:
@@ -82,9 +121,11 @@ class WorkerCrew:
             problem=problem,
         )
 
-    async def control(self, name: str, control: Control, timeout_s: float = CONTROL_TIMEOUT_S) -> ControlReply:
-        """Have a worker do something. Raise NotFoundError, and what the worker answers."""
-        return await self._ask(self.find(name), control, timeout_s)
+    async def control(self, card: WorkerCard, asked: WorkerControl) -> WorkerControlled:
+        """Have a worker do something. Raise the worker's error."""
+        control = Control(action=ControlAction(asked.action), arguments=asked.arguments)
+        reply = await self._ask(card, control, CONTROL_TIMEOUT_S)
+        return WorkerControlled(reply.detail, reply.worker_id or card.worker_id, reply.loras)
 
     async def _ask(self, card: WorkerCard, control: Control, timeout_s: float) -> ControlReply:
         return await self._plane.ask(card.address, "control", control, ControlReply, timeout_s)

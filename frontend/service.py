@@ -155,7 +155,7 @@ async def open_api(
         search=search,
         router_note=opened.note,
         timelines=parts.timelines,
-        crew=WorkerCrew(parts.plane, models, parts.workers.resting),
+        crew=WorkerCrew(parts.plane, lambda: [*models.cards(), *parts.workers.resting.values()]),
         further=with_home(parts.routes),
         admission=parts.admission,
     )

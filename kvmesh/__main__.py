@@ -19,7 +19,8 @@ OF_CORE = {
     "explain": ("kvmesh.commands.explain", "ask a running mesh where a prompt would run, and why"),
     "replay": ("kvmesh.simulator.replay", "simulate a mesh under a trace or synthetic load"),
     "bench": ("kvmesh.commands.bench.parts", "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`"),
-    "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them, with an admin key"),
+    "scale": ("kvmesh.commands.scale", "more or fewer workers in the mesh of `up`: `kvmesh scale decode=3`"),
+    "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them"),
     "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
     "announce": ("kvmesh.commands.announce", "publish a running server, for `kvmesh attach --discover`"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),
@@ -34,11 +35,12 @@ COMMANDS = OF_CORE | {
 }
 """The module of each command, and a line for --help."""
 GROUPS = {
-    "run a mesh": ("up", "attach", "demo", "batch", "frontend", "router", "worker", "planner"),
+    "run a mesh": ("up", "attach", "demo", "batch", "frontend", "worker", "planner"),
     "see what it does": ("top", "explain", "replay", "bench"),
-    "operate it": ("workers", "keys", "profile", "doctor"),
+    "operate it": ("scale", "workers", "keys", "profile", "doctor"),
 }
-SELDOM = ("announce", "certs", "etcd-user", "memory", "nats-config", "whatif", "lab")  # `kvmesh --help-all` lists them
+SELDOM = ("announce", "certs", "etcd-user", "memory", "nats-config", "router", "whatif", "lab")
+"""Commands that only `kvmesh --help-all` lists."""
 OF_LABORATORY = (  # earlier spellings: `kvmesh faults` is `kvmesh lab faults`
     "cluster-check",
     "demo-planner",

@@ -7,3 +7,4 @@
 from pathlib import Path
 
 CHECKPOINT_DIR: Path = Path(__file__).parent / "checkpoint"
+PROFILE: Path = Path(__file__).parent / "profile.json"  # of a worker on two cores, for `kvmesh up --planner`

@@ -1,59 +1,18 @@
 """Let operators see and control the workers, with a key that is an admin's."""
 
 import logging
-from typing import Annotated, Literal, get_args
 
 import msgspec
-from msgspec import Meta, Struct
 
 from kvmesh.frontend.bodies import decode_body
 from kvmesh.frontend.callers import caller_of, check_admin
-from kvmesh.frontend.crew import CrewMember, WorkerCrew
+from kvmesh.frontend.crew import CrewList, WorkerControl, WorkerControlled, WorkerCrew
 from kvmesh.frontend.endpoint import Endpoint, Services, identified
 from kvmesh.frontend.operation import ASKED_FAILURES, Operation
-from kvmesh.frontend.shapes import Strict
 from kvmesh.mesh.http.request import Reply, Request, json_reply
 from kvmesh.protocol.errors import NoWorkerError
-from kvmesh.protocol.messages import Control, ControlAction
 
 log = logging.getLogger(__name__)
-
-WorkerAction = Literal[
-    "drain",
-    "resume",
-    "set_role",
-    "sleep",
-    "wake",
-    "start_profile",
-    "stop_profile",
-    "reset_prefix_cache",
-    "log_level",
-    "load_lora",
-    "unload_lora",
-    "list_loras",
-]
-WORKER_ACTIONS: tuple[WorkerAction, ...] = get_args(WorkerAction)
-_Text = Annotated[str, Meta(max_length=4096)]
-
-
-class WorkerControl(Strict, frozen=True):
-    """Say what a worker is to do."""
-
-    action: WorkerAction
-    arguments: Annotated[dict[_Text, _Text], Meta(max_length=16)] = msgspec.field(default_factory=dict)
-
-
-class WorkerControlled(Struct, frozen=True):
-    """Say what a worker has done."""
-
-    detail: str
-    worker: str  # its id; another one after a change of role
-    loras: tuple[str, ...] = ()
-
-
-class CrewList(Struct, frozen=True):
-    workers: list[CrewMember]
-
 
 _decoder = msgspec.json.Decoder(WorkerControl)
 
@@ -78,8 +37,7 @@ async def control_worker(services: Services, request: Request) -> Reply:
     who = "" if caller is None else caller.usage.name
     card = crew.find(name)
     log.warning("control", extra={"worker": card.worker_id, "action": asked.action, "key": who})
-    reply = await crew.control(card.worker_id, Control(action=ControlAction(asked.action), arguments=asked.arguments))
-    return json_reply(WorkerControlled(reply.detail, reply.worker_id or card.worker_id, reply.loras))
+    return json_reply(await crew.control(card, asked))
 
 
 ENDPOINTS = (

@@ -11,6 +11,7 @@ from msgspec import Meta
 from kvmesh.mesh.identity.credentials import open_credentials
 from kvmesh.protocol.errors import ConfigError, MeshError
 
+DEFAULT_URL = "http://127.0.0.1:8000"  # where `kvmesh up` serves its API
 API_KEY = "KVMESH_API_KEY"  # environment variable; a flag can be seen by other users of this machine
 
 # Types of settings: fields of each such command's config.

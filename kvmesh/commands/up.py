@@ -2,21 +2,25 @@
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from kvmesh.cluster.config import ENV_PREFIX, ClusterConfig, UpConfig, load_cluster
+from kvmesh.cluster.processes import own_profile
 from kvmesh.cluster.running import Cluster, running_cluster
 from kvmesh.commands.welcome import RunningMesh, welcome
 from kvmesh.mesh.config import config_path, load
 from kvmesh.mesh.lifecycle import run
 from kvmesh.planner.config import ServiceConfig
+from kvmesh.planner.profiles import open_profiles
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.workers.config import with_engine_args
 
@@ -29,6 +33,8 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False)
     config_file = config_path(own, os.environ, ENV_PREFIX)
     planner = planner_config(config.up, for_planner, config_file)
+    if planner is not None:
+        check_profile(config, planner)
     return run(lambda stop: up(config, stop, console, config_file, planner))
 
 
@@ -63,20 +69,43 @@ def planner_config(config: UpConfig, argv: Sequence[str], config_file: str) -> S
         )
     file_flags = ["--config", config_file] if config_file else []
     mode = "aggregated" if config.aggregated else "disaggregated"
-    planner = load(
-        ServiceConfig,
-        [*file_flags, *argv],
-        {"KVMESH_PLANNER_CONNECTOR": "local", "KVMESH_PLANNER_MODE": mode, **os.environ},
-        prefix="KVMESH_PLANNER_",
-        prog="kvmesh up --planner",
-        section="planner",
-        foreign=("KVMESH_PLANNER_EXPLAIN_",),
-    )
+    with in_flags_of_up():
+        planner = load(
+            ServiceConfig,
+            [*file_flags, *argv],
+            {"KVMESH_PLANNER_CONNECTOR": "local", "KVMESH_PLANNER_MODE": mode, **os.environ},
+            prefix="KVMESH_PLANNER_",
+            prog="kvmesh planner",
+            section="planner",
+            foreign=("KVMESH_PLANNER_EXPLAIN_",),
+        )
     if planner.mode != mode:
         raise ConfigError(
             f"the planner is to size {planner.mode} workers, the mesh has {mode} ones", hint="leave --planner-mode out"
         )
     return planner
+
+
+@contextmanager
+def in_flags_of_up() -> Iterator[None]:
+    """Let an error of the planner's settings name the flags of `up`: `--max-gpus` is `--planner-max-gpus` there."""
+    try:
+        yield
+    except ConfigError as error:
+        text = re.sub(r"(?<![\w-])--(no-)?(?!help\b|config\b)(?=\w)", r"--\1planner-", str(error))
+        raise ConfigError(text) from error
+
+
+def check_profile(config: ClusterConfig, planner: ServiceConfig) -> None:
+    """Raise ConfigError if the planner has no usable profile of the workers."""
+    if planner.prefill_profile:
+        with in_flags_of_up():
+            open_profiles(planner)
+    elif own_profile(config, planner.start_s) is None:
+        raise ConfigError(
+            f"how many requests a worker of {config.model} takes is not known to the planner",
+            hint=f"measure it with `kvmesh profile measure`, and give the file with {PLANNER_FLAG}prefill-profile",
+        )
 
 
 async def up(

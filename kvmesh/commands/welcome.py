@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh.commands.http_client import DEFAULT_URL
 from kvmesh.frontend.config import FrontendConfig
 
 # Longer than a KV block of 16 tokens, so that a second request finds blocks of it in a cache.
@@ -13,9 +14,6 @@ PROMPT = (
     "You are a friendly guide. Explain in simple words, one step after the other, so that a child can follow: "
     "what does the router of a mesh do, and why does it remember the beginning of a question?"
 )
-
-
-DEFAULT_URL = "http://127.0.0.1:8000"  # of the commands that ask a mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ def pages(mesh: RunningMesh) -> list[str]:
     return [
         *([f"  live page {page}/ui, or in a terminal: {mesh.program} top{url}"] if page else []),
         f"  API       {mesh.url}/docs",
-        f"  workers   {names} (process ids)",
+        f"  processes {names}",
     ]
 
 
@@ -107,19 +105,20 @@ def python_client(mesh: RunningMesh) -> list[str]:
 
 
 def things_to_try(mesh: RunningMesh) -> Sequence[str]:
-    control = f"curl --unix-socket {mesh.control} http://localhost"
+    control = f"--control {shlex.quote(mesh.control)}"
     member = f" --mesh-tls {mesh.operator_tls}" if mesh.mesh_url else ""
     lines = [
         "  cache     send the curl request twice: the second answer's usage has cached_tokens",
         f'  explain   {mesh.program} explain --url {mesh.mesh_url or mesh.url}{member} "{PROMPT}"',
-        f"  workers   {control}/workers",
+        f"  workers   {mesh.program} workers {control}",
     ]
     if mesh.pids:
         name, pid = sorted(mesh.pids.items())[0]
         lines.append(f"  kill      kill -9 {pid}  # {name}: {after_a_kill(name, mesh.pids)}")
+    if mesh.pids and not mesh.planner_record:
         role = name.rpartition("-")[0]
         fewer = sum(other.rpartition("-")[0] == role for other in mesh.pids) - 1
-        lines.append(f"""  drain     {control}/scale -d '{{"{role}": {fewer}}}'  # one {role} worker ends in order""")
+        lines.append(f"  drain     {mesh.program} scale {control} {role}={fewer}  # one {role} worker ends in order")
     return lines
 
 

@@ -1,8 +1,13 @@
-"""Run `kvmesh workers`: see the workers of a running mesh, and control them, over HTTP with an admin key."""
+"""Run `kvmesh workers`: see and control the workers of a running mesh.
+
+The mesh of `kvmesh up` on this machine is asked over its control socket, any other over HTTP with an admin's key.
+"""
 
 import asyncio
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated
 from urllib.parse import quote
 
@@ -13,9 +18,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.commands.http_client import API_KEY, message_of, open_session
-from kvmesh.frontend.crew import CrewMember
-from kvmesh.frontend.mesh_api.controls import CrewList, WorkerControl, WorkerControlled
+from kvmesh.commands.http_client import API_KEY, DEFAULT_URL, message_of, open_session
+from kvmesh.commands.local_mesh import ControlPath, find_control
+from kvmesh.frontend.crew import CrewList, CrewMember, WorkerControl, WorkerControlled
 from kvmesh.mesh.config import load, unknown
 from kvmesh.protocol.errors import ConfigError, EngineError
 
@@ -42,7 +47,10 @@ USAGE = (
 class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_WORKERS_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    url: Annotated[str, Meta(description="of a frontend")] = "http://127.0.0.1:8000"
+    control: ControlPath = ""
+    url: Annotated[
+        str, Meta(description=f"of a frontend; default: --control where there is no key, else {DEFAULT_URL}")
+    ] = ""
     api_key: Annotated[str, Meta(description=f"an admin's; better in {API_KEY}, where others cannot see it")] = ""
     ca_file: Annotated[str, Meta(description="PEM file that has signed the frontend's certificate")] = ""
     json: Annotated[bool, Meta(description="print JSON")] = False
@@ -61,7 +69,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_WORKERS_",
         prog="kvmesh workers",
-        description="See and control the workers of a running mesh. The key is one of `kvmesh keys new --admin`.",
+        description="See and control the workers of a running mesh: those of `kvmesh up` on this machine without a "
+        "key, those of any mesh with --url and a key of `kvmesh keys new --admin`.",
         section="workers",
     )
     if not words or words == ["list"]:
@@ -87,8 +96,8 @@ def asked_for(words: list[str]) -> tuple[str, WorkerControl]:
 
 
 async def show(config: WorkersConfig) -> int:
-    async with session_of(config) as session:
-        found = await crew(session, config.url)
+    async with asking(config) as (session, url):
+        found = await crew(session, url)
     if config.json:
         print(msgspec.json.encode(found).decode())
         return 0
@@ -98,12 +107,12 @@ async def show(config: WorkersConfig) -> int:
 
 async def carry_out(config: WorkersConfig, worker: str, control: WorkerControl) -> int:
     """Ask one worker after the other, so that "all" never takes a mesh out of service at once."""
-    async with session_of(config) as session:
-        names = [worker] if worker != ALL else [member.id for member in await crew(session, config.url)]
+    async with asking(config) as (session, url):
+        names = [worker] if worker != ALL else [member.id for member in await crew(session, url)]
         failed = 0
         for name in names:
             try:
-                done = await ask(session, config.url, name, control)
+                done = await ask(session, url, name, control)
             except EngineError as error:
                 failed += 1
                 print(f"{name}: {error}", file=sys.stderr)
@@ -112,8 +121,18 @@ async def carry_out(config: WorkersConfig, worker: str, control: WorkerControl) 
     return 1 if failed else 0
 
 
-def session_of(config: WorkersConfig) -> aiohttp.ClientSession:
-    return open_session(config.api_key, config.ca_file, TIMEOUT_S)
+@asynccontextmanager
+async def asking(config: WorkersConfig) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    """Yield a session, and the URL to ask. Raise ConfigError."""
+    has_key = bool(config.api_key or os.environ.get(API_KEY))
+    control = None if config.url or (has_key and not config.control) else find_control(config.control)
+    if control is None:
+        async with open_session(config.api_key, config.ca_file, TIMEOUT_S) as session:
+            yield session, config.url or DEFAULT_URL
+        return
+    connector = aiohttp.UnixConnector(str(control))
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as session:
+        yield session, "http://localhost"
 
 
 async def crew(session: aiohttp.ClientSession, url: str) -> list[CrewMember]:
@@ -133,7 +152,9 @@ async def _body(session: aiohttp.ClientSession, method: str, url: str, data: byt
         async with session.request(method, url, data=data, headers=headers) as reply:
             body = await reply.read()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineError(f"{url} does not answer: {error or type(error).__name__}", hint="see --url") from error
+        raise EngineError(
+            f"{url} does not answer: {error or type(error).__name__}", hint="see --url and --control"
+        ) from error
     if reply.status != 200:
         raise EngineError(message_of(body))
     return body

@@ -42,7 +42,7 @@ class LocalConnector:
         self._http: aiohttp.ClientSession | None = None
 
     async def fleets(self) -> Fleets:
-        workers = (await self._ask("GET", "/workers", WorkersReport)).workers
+        workers = (await self.ask("GET", "/workers", WorkersReport)).workers
         prefill = RoleFleet(ready=0) if self._decoding is Role.AGGREGATED else fleet_of(workers, Role.PREFILL)
         return Fleets(prefill=prefill, decode=fleet_of(workers, self._decoding))
 
@@ -51,7 +51,7 @@ class LocalConnector:
         notes: tuple[str, ...] = ()
         steps = steps_to(decision, await self.fleets(), name=self.name, can_flip=True, can_choose=True)
         if steps.flip and steps.flip_to is not None:
-            reply = await self._ask("POST", "/flip", Flipped, FlipRequest(to=steps.flip_to, count=steps.flip))
+            reply = await self.ask("POST", "/flip", Flipped, FlipRequest(to=steps.flip_to, count=steps.flip))
             flipped = reply.flipped
             notes = tuple(
                 f"{r.name or self.name} refused to turn into a {steps.flip_to} worker: {r.why}" for r in reply.refused
@@ -59,10 +59,10 @@ class LocalConnector:
             rest = msgspec.structs.replace(decision, flip=None)
             steps = steps_to(rest, await self.fleets(), name=self.name, can_flip=True, can_choose=True)
         if self._decoding is Role.AGGREGATED:
-            scaled = await self._ask("POST", "/scale", Scaled, ScaleRequest(aggregated=steps.decode))
+            scaled = await self.ask("POST", "/scale", Scaled, ScaleRequest(aggregated=steps.decode))
             return applied_of(decision, 0, scaled.counts.get(Role.AGGREGATED, 0), 0, steps.notes)
         counts = ScaleRequest(prefill=steps.prefill, decode=steps.decode)
-        scaled = await self._ask("POST", "/scale", Scaled, counts)
+        scaled = await self.ask("POST", "/scale", Scaled, counts)
         prefill, decode = scaled.counts.get(Role.PREFILL, 0), scaled.counts.get(Role.DECODE, 0)
         return applied_of(decision, prefill, decode, len(flipped), notes + steps.notes)
 
@@ -71,7 +71,8 @@ class LocalConnector:
             await self._http.close()
             self._http = None
 
-    async def _ask(self, method: str, path: str, reply: type[T], body: object = None) -> T:
+    async def ask(self, method: str, path: str, reply: type[T], body: object = None) -> T:
+        """Return the answer of `kvmesh up`. Raise ConnectorError."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 base_url="http://localhost",

@@ -1,7 +1,8 @@
 """The requests and answers of the control socket of `kvmesh up`: JSON over HTTP.
 
 GET /workers -> WorkersReport; POST /scale ScaleRequest -> Scaled; POST /flip FlipRequest -> Flipped. A refusal of the
-whole request is a status of 400 or more with {"error": {"code", "message"}}.
+whole request is a status of 400 or more with {"error": {"code", "message"}}. The socket also has the frontend's
+/kvmesh/workers, without a key.
 """
 
 from typing import Annotated, Literal
@@ -34,6 +35,7 @@ class Refusal(Struct, frozen=True):
 class WorkersReport(Struct, frozen=True, kw_only=True):
     workers: tuple[MemberReport, ...]
     failures: tuple[Refusal, ...] = ()  # the latest: workers that were given up, roles that were not changed
+    is_planned: bool = False  # a planner of the mesh decides how many workers there are
 
 
 class ScaleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """The control socket of `kvmesh up`: who may ask, and what is answered."""
 
 import stat
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kvmesh.cluster.control import MAX_PATH_BYTES, control_socket
+from kvmesh.cluster.control import control_socket
+from kvmesh.cluster.run_folder import let_go
+from kvmesh.cluster.running import make_run_dir
+from kvmesh.mesh.short_folder import MAX_PATH_BYTES, fits
 from tests.support.fake_crew import FakeHost
 
 
@@ -94,8 +98,22 @@ async def test_a_long_run_directory_has_its_socket_elsewhere(host: FakeHost, tmp
         async with http.get("/workers") as response:
             assert response.status == 200
         elsewhere = Path(control.removeprefix("unix:")).parent
-        assert elsewhere.exists()
-    assert not elsewhere.exists()
+        assert (deep / "control").resolve() == elsewhere
+    assert not elsewhere.exists() and list(deep.iterdir()) == []
+
+
+async def test_a_long_folder_of_temporary_files_stops_no_mesh(
+    host: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * MAX_PATH_BYTES)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    (deep / "control").symlink_to(tmp_path / "gone")  # a mesh that was killed has left it
+    async with control_socket(host.crew, deep) as control:
+        assert fits(Path(control.removeprefix("unix:")))
+    run_dir = make_run_dir("")
+    assert fits(run_dir / "control" / "control.sock")
+    let_go(run_dir, keep=False)
 
 
 async def test_the_socket_of_a_killed_mesh_is_replaced(host: FakeHost, tmp_path: Path) -> None:

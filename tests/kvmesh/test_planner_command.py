@@ -6,7 +6,7 @@ import pytest
 
 from kvmesh.cluster.config import ClusterConfig, UpConfig, load_cluster
 from kvmesh.cluster.processes import planner_spec
-from kvmesh.commands.up import main, planner_config, split_flags
+from kvmesh.commands.up import check_profile, in_flags_of_up, main, planner_config, split_flags
 from kvmesh.mesh.config import load
 from kvmesh.planner.config import ServiceConfig
 from kvmesh.protocol.errors import ConfigError
@@ -44,7 +44,7 @@ def test_the_planner_of_up_acts_unless_told_otherwise() -> None:
 def test_planner_flags_without_a_planner_are_refused() -> None:
     with pytest.raises(ConfigError, match="add --planner"):
         planner_config(UpConfig(), ["--ttft-slo-s", "2"], "")
-    with pytest.raises(ConfigError, match="did you mean --ttft-slo-s"):
+    with pytest.raises(ConfigError, match="unknown flag --planner-ttft-slo; did you mean --planner-ttft-slo-s"):
         planner_config(UpConfig(planner=True), ["--ttft-slo", "2"], "")
 
 
@@ -90,6 +90,25 @@ def test_the_planner_gets_the_profile_of_mock_workers(tmp_path: Path) -> None:
     profile = read_profile(Path(settings_of(up, ServiceConfig(start_s=7.0), tmp_path).prefill_profile))
     assert (profile.total_kv_tokens, profile.max_num_seqs, profile.start_s) == (1000, 4, 7.0)
     assert profile.prefill_s(200) == pytest.approx(PolynomialTiming(1000, 0.5).prefill_s(200), rel=0.01)
+
+
+def test_the_tiny_model_brings_a_profile(tmp_path: Path) -> None:
+    up = load_cluster(["--num-blocks", "100", "--max-num-seqs", "4"], {})
+    check_profile(up, ServiceConfig())
+    profile = read_profile(Path(settings_of(up, ServiceConfig(), tmp_path).prefill_profile))
+    assert (profile.model, profile.total_kv_tokens, profile.max_num_seqs) == ("tiny", 1600, 4)
+    assert 0 < profile.prefill_s(1000) < 1 and 0 < profile.decode_s(1000, 300) < 0.1
+
+
+def test_another_model_needs_a_profile_by_a_flag_that_exists(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--planner-prefill-profile"):
+        check_profile(load_cluster(["--model-path", str(tmp_path)], {}), ServiceConfig())
+
+
+def test_errors_of_the_planners_settings_name_flags_of_up() -> None:
+    with pytest.raises(ConfigError) as failed, in_flags_of_up():
+        raise ConfigError("--decode-profile and --no-flips", hint="see kvmesh planner --help")
+    assert str(failed.value) == "--planner-decode-profile and --no-planner-flips; see kvmesh planner --help"
 
 
 @pytest.mark.parametrize(("engine", "flips"), [("mock", True), ("torch", True), ("vllm", False), ("sglang", False)])

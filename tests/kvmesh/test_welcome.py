@@ -48,7 +48,7 @@ def test_a_page_that_is_not_served_is_not_named() -> None:
 
 
 def test_every_worker_is_named_with_its_process() -> None:
-    assert "decode-0 4, decode-1 5, prefill-0 3 (process ids)" in welcome(MESH)
+    assert "  processes decode-0 4, decode-1 5, prefill-0 3\n" in welcome(MESH)
 
 
 def test_a_model_with_a_quote_in_its_name_makes_no_broken_command() -> None:
@@ -64,7 +64,11 @@ def test_the_prompt_is_longer_than_two_blocks() -> None:
 def test_one_worker_is_drained_and_another_killed() -> None:
     assert command(welcome(MESH), "kill")[1:] == ["kill", "-9", "4"]
     words = command(welcome(MESH), "drain")
-    assert json.loads(words[words.index("-d") + 1]) == {"decode": 1}
+    assert words[1:] == ["kvmesh", "scale", "--control", "/run/control/control.sock", "decode=1"]
+
+
+def test_a_mesh_with_a_planner_is_not_scaled_by_hand() -> None:
+    assert "kvmesh scale" not in welcome(replace(MESH, planner_record="planner.jsonl"))
 
 
 def test_the_text_says_what_becomes_of_the_requests_of_a_killed_worker() -> None:

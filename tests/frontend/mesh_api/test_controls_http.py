@@ -65,7 +65,7 @@ async def operating(keys: Path | None) -> AsyncIterator[Operator]:
     for one in (card("p1", Role.PREFILL), card("d1"), card("d2")):
         models.add(one)
     resting = card("d3", resting="drained")
-    crew = WorkerCrew(plane, models, {resting.worker_id: resting})  # type: ignore[arg-type]
+    crew = WorkerCrew(plane, lambda: [*models.cards(), resting])  # type: ignore[arg-type]
     api = FrontendApi(HttpSettings(), models, ScriptedGenerator(), crew=crew)
     api.app.guard = None if keys is None else ApiKeyGuard(str(keys))
     async with listening(api.app, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
