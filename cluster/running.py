@@ -213,13 +213,12 @@ async def running_cluster(
     run_dir = make_run_dir(config.up.run_dir)
     discovery = open_discovery(discovery_of(run_dir))
     supervisor = Supervisor(run_dir / "logs", tell)
-    drain_timeout_s = config.up.drain_timeout_s
     credentials = issue_all(ca_folder(config, run_dir)) if config.up.mesh_tls else None
-    crew = Crew(supervisor, partial(specified, config, run_dir), drain_timeout_s, tell, credentials=credentials)
+    specify = partial(specified, config, run_dir)
+    crew = Crew(supervisor, specify, config.up.drain_timeout_s, tell, credentials=credentials)
     cluster = Cluster(config, run_dir, supervisor, discovery, crew, tell, frontend, credentials)
     following = asyncio.create_task(crew.follow(discovery), name="follow workers")
-    noticing = asyncio.create_task(crew.notices.run(discovery), name="show notices of workers")
-    keep = False
+    noticing, keep = asyncio.create_task(crew.notices.run(discovery), name="show notices of workers"), False
     try:
         for name, role in config.first_workers().items():
             crew.adopt(name, role)

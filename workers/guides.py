@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 SIMPLER = "make it simpler"  # the hint of all refusals for a limit of time or memory
 COMPILE_S = 5.0  # CPU time to compile a guide
+# xgrammar needs 0.36 s for one text of up to 200 characters (vocabulary of 128,000), so 14 such fields took 5 s.
+TRIAL_COMPILE_S = 15.0
 MASK_S = 1.0  # CPU time for one token of an answer
 GRACE_S = 0.005  # that a step waits for the guides of its answers; those that take longer miss the next steps
 PROCESS_BYTES = 256 * MIB  # one process may have so much more than the zygote
@@ -196,8 +198,9 @@ class _Home:
 class Guides:
     """Compiles guides for one tokenizer, in processes, and keeps the latest of them."""
 
-    def __init__(self, children: Children, vocab_size: int) -> None:
+    def __init__(self, children: Children, vocab_size: int, compile_s: float) -> None:
         self._children = children
+        self.compile_s = compile_s  # CPU time that one guide may take
         self._vocab_size = vocab_size
         self._homes: OrderedDict[bytes, list[_Home]] = OrderedDict()  # by the guide's digest, the latest used last
         self._refused: OrderedDict[bytes, InvalidRequestError] = OrderedDict()
@@ -318,7 +321,7 @@ class Guides:
         home = None
         try:
             async with self._compiling.hold(key):
-                home = _Home(await self._children.open(COMPILE_S), guide, key, self._on_change)
+                home = _Home(await self._children.open(self.compile_s), guide, key, self._on_change)
                 home.ended.add_done_callback(partial(self._on_end, digest, home))
                 standing = await self._begin(home, digest)
         finally:
@@ -338,7 +341,7 @@ class Guides:
                 raise InvalidRequestError(reply.message, hint=reply.hint, param=reply.param)
             return reply
         except JobError as error:
-            refusal = _refusal(home.guide, error, COMPILE_S)
+            refusal = _refusal(home.guide, error, self.compile_s)
             if isinstance(refusal, InvalidRequestError):
                 self._refuse(digest, refusal)
             raise refusal from None
@@ -447,14 +450,14 @@ def open_guides(
         GuideSetup(str(tokenizer.resolve()), vocab_size, tuple(eos_token_ids), whitespace)
     )
     setup = Setup("kvmesh.workers.guide_process:prepare", argument, PROCESS_BYTES, STACK_BYTES)
-    return Guides(Children(setup), vocab_size)
+    return Guides(Children(setup), vocab_size, COMPILE_S)
 
 
 def trial_guides(tokenizer: Path, xgrammar: XgrammarForm) -> Guides:
     """Return what only checks the cost of guides, for an engine that compiles them itself."""
     argument = msgspec.msgpack.encode(GuideSetup(str(tokenizer.resolve()), 0, (), "compact", xgrammar))
     setup = Setup("kvmesh.workers.trial_process:prepare", argument, PROCESS_BYTES, TRIAL_STACK_BYTES)
-    return Guides(Children(setup), 0)
+    return Guides(Children(setup), 0, TRIAL_COMPILE_S)
 
 
 def _digest(guide: Guide) -> bytes:

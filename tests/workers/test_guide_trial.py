@@ -32,7 +32,7 @@ async def trial() -> AsyncIterator[GuideTrial]:
 
 
 async def test_a_guide_that_passes_a_limit_is_refused(trial: GuideTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.workers.guides.COMPILE_S", 0.2)
+    monkeypatch.setattr("kvmesh.workers.guides.TRIAL_COMPILE_S", 0.2)
     with pytest.raises(InvalidRequestError, match=r"took longer than 0\.2 s to compile"):
         await trial.check(BOMB, MODEL, "")
 
@@ -66,7 +66,7 @@ async def test_a_lost_process_fails_its_request_and_ends_no_trial(
         patch.setattr(Guides, "_begin", staticmethod(lose))
         with pytest.raises(EngineError):
             await trial.check(guide, MODEL, "")
-    monkeypatch.setattr("kvmesh.workers.guides.COMPILE_S", 0.2)
+    monkeypatch.setattr(trial._guides, "compile_s", 0.2)
     with pytest.raises(InvalidRequestError, match="took longer"):
         await trial.check(BOMB, MODEL, "")
 

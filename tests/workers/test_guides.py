@@ -464,7 +464,7 @@ async def own_guides() -> AsyncIterator[Guides]:
 async def test_a_guide_that_takes_too_long_to_compile_is_refused_and_remembered(
     own_guides: Guides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.workers.guides.COMPILE_S", 0.2)
+    monkeypatch.setattr(own_guides, "compile_s", 0.2)
     bomb = schema({"type": "integer", "multipleOf": 999_983})
     assert "took longer than 0.2 s to compile; make it simpler" in await refusal_of(own_guides, bomb)
     assert own_guides.num_processes == 0

@@ -62,7 +62,7 @@ async def trial(request: pytest.FixtureRequest) -> AsyncIterator[GuideTrial]:
 async def test_a_guide_that_only_xgrammar_finds_costly_is_refused(
     trial: GuideTrial, guide: Guide, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmesh.workers.guides.COMPILE_S", 0.5)
+    monkeypatch.setattr("kvmesh.workers.guides.TRIAL_COMPILE_S", 0.5)
     for _ in range(2):  # the second answer is remembered
         with pytest.raises(InvalidRequestError, match=reason):
             await trial.check(guide, MODEL, "")
