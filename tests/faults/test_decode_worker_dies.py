@@ -39,7 +39,7 @@ def test_a_worker_that_was_started_again_is_used_again(mesh: Mesh) -> None:
 
 
 def test_migrated_tokens_of_the_real_engine_are_unchanged(nixl_mesh: Mesh) -> None:
-    prompts = [prompt_of(n, n) for n in LENGTHS if n <= 100]
+    prompts = [prompt_of(n, n) for n in (1, 16, 33, 100)]
     plain = {"kvmesh": {"disaggregate": False}, "cache_salt": "plain"}
     expected = [Stream(nixl_mesh.url, prompt, LONG_TOKENS, **plain) for prompt in prompts]
     answers = [stream.join().tokens for stream in expected]
