@@ -76,6 +76,7 @@ class Child(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._watched: asyncio.Future[bytes] | None = None  # the job whose time is being taken
         self._began_cpu_s = self._began_s = 0.0
+        self._is_over = False  # at the last look that job had passed its limit
         self.pid = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -146,7 +147,11 @@ class Child(asyncio.Protocol):
     # --- its time -----------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Kill the child if its job has taken too long. Look again while it has one."""
+        """Kill the child if its job has taken too long. Look again while it has one.
+
+        A process that stood still may look while the answer lies unread and the child works on the next job. So the
+        child is killed at the look after the one that found the job over its limit.
+        """
         self._timer = None
         if not self._answers:
             self._watched = None
@@ -155,9 +160,13 @@ class Child(asyncio.Protocol):
         cpu_s, now = _cpu_s(self.pid), loop.time()
         if self._watched is not self._answers[0]:
             self._watched, self._began_cpu_s, self._began_s = self._answers[0], cpu_s, now
-        elif cpu_s - self._began_cpu_s >= self._limit_s or now - self._began_s >= self._limit_s * WALL_FACTOR:
+            self._is_over = False
+        elif self._is_over:
             self._fail(JobTooLongError(f"the job took longer than {self._limit_s:g} s"))
             return
+        else:
+            took_cpu_s, took_s = cpu_s - self._began_cpu_s, now - self._began_s
+            self._is_over = took_cpu_s >= self._limit_s or took_s >= self._limit_s * WALL_FACTOR
         self._timer = loop.call_later(LOOK_EVERY_S, self._look)
 
     def set_limit(self, limit_s: float) -> None:

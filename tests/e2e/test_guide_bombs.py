@@ -57,6 +57,7 @@ def private_bytes(process: psutil.Process) -> int:
         return 0
 
 
+@pytest.mark.long
 def test_bombs_are_refused_and_other_tenants_are_answered_meanwhile(mesh: Mesh) -> None:
     assert ask(mesh, ORDINARY, "alice").status_code == 200
     worker = psutil.Process(mesh.pid("decode-0"))

@@ -56,7 +56,7 @@ def slowdown() -> float:
     return (time.monotonic() - began_s) / cpu_s
 
 
-@pytest.mark.parametrize("clients", [1, 8])
+@pytest.mark.parametrize("clients", [1, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_health_answers_within_100_ms_meanwhile(mesh: Mesh, shape: str, clients: int) -> None:
     path, fields = SHAPES[shape]

@@ -62,11 +62,13 @@ def test_requests_spread_and_every_process_counts_all(mesh: Mesh) -> None:
         health = f"{first.url}/health"
         until(lambda: httpx.get(health, verify=TRUSTED).status_code == 200, what="a frontend that is ready")
         assert len({complete(first.url) for _ in range(30)}) == 1
-        for _ in range(4):
-            done = mesh.metric(
-                "kvmesh_frontend_requests_total", url=f"{first.url}/metrics", endpoint="completions", outcome="ok"
-            )
-            assert done == 30
+        labels = {"endpoint": "completions", "outcome": "ok"}
+
+        def done() -> float:
+            return mesh.metric("kvmesh_frontend_requests_total", url=f"{first.url}/metrics", **labels)
+
+        until(lambda: done() == 30, what="the end of all requests")
+        assert [done() for _ in range(4)] == [30] * 4, "each process gives the sum"
         os.kill(first.pid, signal.SIGKILL)
         until(lambda: {card.pid for card in cards(mesh)} - {first.pid, second.pid} != set(), what="its successor")
         assert complete(first.url) == complete(second.url)

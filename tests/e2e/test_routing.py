@@ -293,7 +293,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(narrow: Mesh, running: Stre
     check_mock_answer(stays.join())
 
 
-@pytest.mark.parametrize("router", ["embedded", "remote"])
+@pytest.mark.parametrize("router", ["embedded", pytest.param("remote", marks=pytest.mark.long)])
 def test_a_deadline_is_judged_once_answers_were_measured(tmp_path: Path, router: str) -> None:
     flags = ["--prefill", "0", "--decode", "0", "--aggregated", "1", "--max-num-seqs", "1", "--router", router]
     with running_mesh(tmp_path, *MOCK, *flags) as mesh:

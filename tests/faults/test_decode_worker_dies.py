@@ -39,7 +39,7 @@ def test_a_worker_that_was_started_again_is_used_again(mesh: Mesh) -> None:
 
 
 def test_migrated_tokens_of_the_real_engine_are_unchanged(nixl_mesh: Mesh) -> None:
-    prompts = [prompt_of(n, n) for n in LENGTHS if n <= 100]
+    prompts = [prompt_of(n, n) for n in (1, 16, 33, 100)]
     plain = {"kvmesh": {"disaggregate": False}, "cache_salt": "plain"}
     expected = [Stream(nixl_mesh.url, prompt, LONG_TOKENS, **plain) for prompt in prompts]
     answers = [stream.join().tokens for stream in expected]
@@ -87,7 +87,7 @@ def test_the_offer_for_a_killed_worker_is_released(mesh: Mesh) -> None:
         assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") >= sum(-(-n // 16) for n in LENGTHS[:-1])
         mesh.kill("decode-0")
     until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, LEASE_S / 2, "the offers' end")
-    assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
+    until(lambda: mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0, what="free blocks")
     for stream in held:  # pinned by the caller: the new worker of that name answers
         check_mock_answer(stream.join())
 

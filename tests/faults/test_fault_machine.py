@@ -13,6 +13,7 @@ SECONDS = 6.0
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_small_mesh_survives_a_short_schedule(tmp_path: Path) -> None:
     seed = int(os.environ.get("KVMESH_FAULT_SEED", 1))
     print(f"seed {seed}")

@@ -121,7 +121,7 @@ async def test_a_ticket_that_lies_costs_the_pull_and_no_more(transfer: str, requ
     await release(ticket.offer_id, ticket.nonce ^ 1)
     assert mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 1, "who does not know the nonce cannot release"
     await release(ticket.offer_id, ticket.nonce)
-    assert mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0
+    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, what="the release")
     await plane.close()
     assert {name: card.pid for name, card in mesh.workers().items()} == {name: c.pid for name, c in cards.items()}
 

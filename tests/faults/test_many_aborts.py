@@ -56,7 +56,8 @@ async def abort_many(mesh: Mesh, count: int, rng: random.Random) -> None:
 @pytest.mark.parametrize(
     ("aborts", "most_mib"),
     [
-        (3000, 32.0),  # heaps still grow to their usual size: a frontend's is level after about 6,000 aborts
+        # heaps still grow to their usual size: a frontend's is level after about 6,000 aborts
+        pytest.param(3000, 32.0, marks=pytest.mark.long),
         pytest.param(100_000, 8.0, marks=[pytest.mark.weekly, pytest.mark.timeout(3600)]),
     ],
 )

@@ -233,8 +233,9 @@ def asked_of(shape: str, load: float, *, routers: int = 1, rules: RouterRules | 
     return asked
 
 
-@pytest.mark.parametrize("routers", [1, 2])
-@pytest.mark.parametrize("load", [3.0, 10.0])
+@pytest.mark.parametrize(
+    ("load", "routers"), [(3.0, 1), (3.0, 2), (10.0, 1), pytest.param(10.0, 2, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_overloaded_mesh_does_what_it_can_do(shape: str, load: float, routers: int) -> None:
     asked = asked_of(shape, load, routers=routers)

@@ -180,10 +180,12 @@ async def test_a_prefill_leg_gives_the_scores_before_its_ticket(start: Start) ->
 
 async def test_a_slow_caller_gets_all_scores_in_order(start: Start) -> None:
     engine, prompt = await start(max_step_tokens=16), prompt_tokens(100)
-    deltas: list[Delta] = []
-    async for delta in engine.generate(scoring(prompt, 8)):
-        deltas.append(delta)
-        await asyncio.sleep(0.05)
+    answer = engine.generate(scoring(prompt, 8))
+    deltas = [await anext(answer)]
+    async with asyncio.timeout(PATIENCE_S):
+        while engine.load().running:
+            await asyncio.sleep(0.01)
+    deltas += [delta async for delta in answer]
     assert len(deltas) < 8, "deltas were merged"
     check(scores_of(deltas), prompt)
     assert deltas[-1].finish_reason is FinishReason.LENGTH

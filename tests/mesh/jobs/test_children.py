@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.mesh.jobs import children as children_module
 from kvmesh.mesh.jobs.children import Child, Children, JobError, JobLostError, JobTooLargeError, JobTooLongError
 from kvmesh.mesh.jobs.frames import Setup
 from kvmesh.protocol.errors import EngineError
@@ -91,6 +92,22 @@ async def test_waiting_behind_another_job_is_not_time_of_a_job(children: Childre
     child = await children.open(0.4)
     answers = [child.send(b"burn 0.25") for _ in range(4)]
     assert await asyncio.gather(*answers) == [b"burnt"] * 4
+
+
+async def test_an_answer_that_lies_unread_is_not_too_late(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our process stands still in a look: meanwhile the child ends one job and works on the next."""
+    cpu_s, readings = children_module._cpu_s, list[float]()
+
+    def stand_still(pid: int) -> float:
+        while len(readings) == 1 and cpu_s(pid) < readings[0] + 0.45:
+            time.sleep(0.01)
+        readings.append(cpu_s(pid))
+        return readings[-1]
+
+    child = await children.open(0.4)
+    monkeypatch.setattr(children_module, "_cpu_s", stand_still)
+    answers = [child.send(b"burn 0.25") for _ in range(2)]
+    assert await asyncio.gather(*answers) == [b"burnt"] * 2
 
 
 async def test_a_closed_child_ends(children: Children) -> None:
