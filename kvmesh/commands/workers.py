@@ -8,12 +8,12 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.commands.http_client import API_KEY, message_of, open_session
+from kvmesh.commands.http_client import ClientConfig, message_of, open_session
 from kvmesh.frontend.crew import CrewMember
 from kvmesh.frontend.mesh_api.controls import CrewList, WorkerControl, WorkerControlled
 from kvmesh.mesh.config import load
@@ -39,12 +39,9 @@ USAGE = (
 )
 
 
-class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkersConfig(ClientConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_WORKERS_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    url: Annotated[str, Meta(description="of a frontend")] = "http://127.0.0.1:8000"
-    api_key: Annotated[str, Meta(description=f"an admin's; better in {API_KEY}, where others cannot see it")] = ""
-    ca_file: Annotated[str, Meta(description="PEM file that has signed the frontend's certificate")] = ""
     json: Annotated[bool, Meta(description="print JSON")] = False
 
 
