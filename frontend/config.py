@@ -2,16 +2,13 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from kvmesh.mesh.discovery import DiscoveryUrl
-from kvmesh.mesh.http.browsers import AllowedHosts
-from kvmesh.mesh.identity.credentials import MeshTls
-from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.mesh.service_config import MemberConfig
 from kvmesh.router.rules import DEFAULT_SLO_ITL_S
 
 
-class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FrontendConfig(MemberConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_FRONTEND_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     COMMON: ClassVar[tuple[str, ...]] = (
@@ -21,7 +18,6 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
 
     name: Annotated[str, Meta(description="name of this frontend")] = "frontend"
-    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
     advertise_host: Annotated[str, Meta(description="address under which planners find /metrics; default: --host")] = ""
     processes: Annotated[
@@ -45,7 +41,6 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     direct_worker: Annotated[
         str, Meta(description="--router direct: name of the worker for requests that name none; default: refuse them")
     ] = ""
-    discovery: DiscoveryUrl = "file:.run/discovery"
     tokenizer: Annotated[
         Literal["auto", "hf", "fastokens"],
         Meta(description="library that tokenizes; auto: fastokens for models where it proves equal to `tokenizers`"),
@@ -97,7 +92,6 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cors_origins: Annotated[
         str, Meta(description="origins of web pages that may call the API, with commas between them; *: all pages")
     ] = ""
-    allowed_hosts: AllowedHosts = ""
     ui: Annotated[bool, Meta(description="serve the live page, at /ui; with --mesh-tls it needs API keys")] = True
     ui_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
@@ -126,8 +120,6 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 64
     max_inflight: Annotated[int, Meta(ge=1, description="requests in progress; more are refused")] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request that names none")] = 600.0
-    drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    mesh_tls: MeshTls = ""
     mesh_port: Annotated[
         int, Meta(ge=0, le=65535, description="--mesh-tls: port of /metrics and of placements, for members; 0: any")
     ] = 0
@@ -158,6 +150,3 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="share of requests to trace, beside those that failed, missed the SLO or migrated",
         ),
     ] = 0.01
-    namespace: Namespace = "kvmesh"
-    log_level: LogLevel = "info"
-    log_format: LogFormat = "text"

@@ -19,13 +19,14 @@ from typing import Annotated, Any
 
 import aiohttp
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.console import Console
 from rich.table import Table
 
 from kvmesh.cluster.config import ClusterConfig, UpConfig
 from kvmesh.cluster.running import Cluster, running_cluster
 from kvmesh.lab.demo_planner_page import DemoBurst, Event, Point, Report, write_html, write_png
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import run, unless_stopped
 from kvmesh.planner.config import ServiceConfig
@@ -40,10 +41,9 @@ BURST = (0.50, 0.53)  # of the time: as many requests as at the peak
 SAMPLE_S = 1.0
 
 
-class DemoPlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DemoPlannerConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_DEMO_PLANNER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    json: Annotated[bool, Meta(description="the last line is one JSON object; progress goes to stderr")] = False
     out: Annotated[str, Meta(description="folder for planner.png, planner.html and the planner's record")] = (
         ".run/demo-planner"
     )

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 import uvloop
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,20 +18,20 @@ from rich.table import Table
 from kvmesh.lab.faults.growth import GROWTH
 from kvmesh.lab.faults.mesh import remove_folder
 from kvmesh.lab.faults.soak import GrowthReport, Sampler, draw, soak, soak_schedule
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 
 WIDTH = 120  # where there is no terminal
 SHOWN = ("rss_mib", "fds", "threads", "tasks", "shm_files")
 
 
-class LongSoakConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LongSoakConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_SOAK_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     seconds: Annotated[float, Meta(ge=10, le=7 * 86400, description="how long requests are sent")] = 1800.0
     clients: Annotated[int, Meta(ge=1, le=256, description="requests at once")] = 8
     seed: Annotated[int, Meta(ge=1, description="of the requests")] = 1
     png: Annotated[str, Meta(description="file for a picture of memory over time; empty: none")] = ""
-    json: Annotated[bool, Meta(description="print one JSON object; progress goes to stderr")] = False
 
 
 def main(argv: list[str]) -> int:

@@ -225,7 +225,7 @@ def usage(
         *((group.title, group.schema, _group_options(group, own)) for group in groups),
     ]:
         new = {name: option for name, option in options.items() if name not in shown}
-        chosen = new if with_all else {name: new[name] for name in new if name in common_names(part)}
+        chosen = new if with_all else {name: new[name] for name in common_names(part) if name in new}
         is_short |= len(chosen) < len(new)
         shown |= chosen
         sections.append((title, [_row(option, prefix) for option in chosen.values()]))

@@ -6,7 +6,7 @@ The code that used a setting has a constant instead. An entry leaves this table 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-REMOVED_IN, REFUSED_FROM = "0.4", "0.5"
+REMOVED_IN, REFUSED_FROM = "0.3", "0.4"
 
 
 class RemovedSettings(NamedTuple):

@@ -3,14 +3,12 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvmesh.kvevents.connect import SERVER_USAGE
-from kvmesh.mesh.discovery import DiscoveryUrl
-from kvmesh.mesh.http.browsers import AllowedHosts
-from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
+from kvmesh.mesh.identity.credentials import MeshProbes
 from kvmesh.mesh.safeguards import is_off
-from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.mesh.service_config import MemberConfig
 from kvmesh.router.admission import AdmissionRules
 from kvmesh.router.disaggregation import LocalPrefill
 from kvmesh.router.policies import Policy, policies_help
@@ -22,7 +20,7 @@ _SATURATION = Saturation()
 _NEVER = 1 << 62
 
 
-class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterConfig(MemberConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_ROUTER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     COMMON: ClassVar[tuple[str, ...]] = (
@@ -77,11 +75,9 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         _RULES.ramp_s
     )
     name: Annotated[str, Meta(min_length=1, description="name of this router, unlike those of the others")] = "router"
-    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API and /metrics; 0: any")] = 0
-    allowed_hosts: AllowedHosts = ""
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="a port for /metrics alone, besides; 0: any")
     ] = None
@@ -127,13 +123,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str, Meta(description="picker: folder for tokenizers that come from workers; default: ~/.cache/kvmesh/models")
     ] = ""
     model_cache_mib: Annotated[float, Meta(gt=0, description="picker: size of that folder")] = 1024.0
-    discovery: DiscoveryUrl = "file:.run/discovery"
-    drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    mesh_tls: MeshTls = ""
     mesh_probes: MeshProbes = False
-    namespace: Namespace = "kvmesh"
-    log_level: LogLevel = "info"
-    log_format: LogFormat = "text"
 
 
 def rules_of(config: RouterConfig) -> RouterRules:

@@ -16,6 +16,7 @@ import pytest
 import kvmesh.commands.up
 import kvmesh.frontend.service
 import kvmesh.workers.service  # noqa: F401 - for test_no_module_is_loaded_twice
+from kvmesh.profiler.deployment.chart import CHART
 from tests.support.mesh import START_S, until
 from tests.support.patience import PATIENCE_S
 from tests.support.services import quiet_port
@@ -52,6 +53,27 @@ def is_code(file: Path) -> bool:
 
 
 @pytest.mark.long
+def test_an_installed_kvmesh_finds_the_whole_chart(tmp_path: Path) -> None:
+    python = installed(tmp_path)
+    source = "from kvmesh.profiler.deployment.chart import CHART; print(CHART)"
+    found = subprocess.run(
+        [python, "-P", "-c", source], cwd=tmp_path, env=OUTSIDE, capture_output=True, text=True, check=True
+    )
+    chart, original = Path(found.stdout.strip()), ROOT / "deploy" / "helm" / "kvmesh"
+    assert chart.is_relative_to(tmp_path / "venv")
+    assert contents(chart) == contents(original)
+    assert "name: kvmesh" in (chart / "Chart.yaml").read_text()
+
+
+def test_a_checkout_finds_its_chart() -> None:
+    assert CHART == ROOT / "deploy" / "helm" / "kvmesh"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.long
 def test_an_installed_mesh_serves_from_a_folder_full_of_traps(tmp_path: Path) -> None:
     python = installed(tmp_path)
     traps = tmp_path / "traps"
@@ -82,6 +104,7 @@ def installed(folder: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("kvmesh", *FOLDERS):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
+    shutil.copytree(ROOT / "deploy" / "helm", tree / "deploy" / "helm", symlinks=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]

@@ -3,14 +3,12 @@
 import shlex
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvmesh.kvcache.tiers.place import check_endpoint, place_of
 from kvmesh.kvevents.connect import SERVER_USAGE
-from kvmesh.mesh.discovery import DiscoveryUrl
-from kvmesh.mesh.http.browsers import AllowedHosts
-from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
-from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.mesh.identity.credentials import MeshProbes
+from kvmesh.mesh.service_config import MemberConfig
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import Role
 from kvmesh.protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
@@ -20,7 +18,7 @@ from kvmesh.workers.schemas import GuideWhitespace
 from kvmesh.workers.stall import ANSWER_STALL_S, STEP_STALL_S
 
 
-class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerConfig(MemberConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_WORKER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     COMMON: ClassVar[tuple[str, ...]] = (
@@ -185,7 +183,6 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "engine; 0: never",
         ),
     ] = None
-    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
     http_endpoint: Annotated[
@@ -213,15 +210,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float, Meta(ge=0, le=600, description="time between two reports of load to a router, at least; 0: no reports")
     ] = 0.5
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
-    allowed_hosts: AllowedHosts = ""
-    discovery: DiscoveryUrl = "file:.run/discovery"
     max_calls: Annotated[int, Meta(ge=1)] = 4096  # calls at once, beyond that they are refused
-    drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    mesh_tls: MeshTls = ""
     mesh_probes: MeshProbes = False
-    namespace: Namespace = "kvmesh"
-    log_level: LogLevel = "info"
-    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a parser that no frontend has: its requests would all fail. Also for whitespace that

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.commands.http_client import ApiKey, CaFile, open_session, refusal_of
+from kvmesh.commands.http_client import ClientConfig, open_session, refusal_of
 from kvmesh.frontend.control_tokens import control_tokens
 from kvmesh.frontend.formats import AnswerFormat
 from kvmesh.frontend.models import Model
@@ -33,21 +33,16 @@ LEGS = {"whole": "prompt and answer", "prefill": "the prompt", "decode": "the an
 TIERS = ("device", "host", "disk", "elsewhere")
 
 
-class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExplainConfig(ClientConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_EXPLAIN_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    url: Annotated[str, Meta(description="HTTP API of a frontend: it knows tokenizer and template")] = (
-        "http://127.0.0.1:8000"
-    )
     router: Annotated[
         str, Meta(description="HTTP API of a router instead of a frontend; the model's folder has to be readable here")
     ] = ""
     model: Annotated[str, Meta(description="model; default: the only one that is served")] = ""
     raw: Annotated[bool, Meta(description="the prompt is a text completion, without the chat template")] = False
     json: Annotated[bool, Meta(description="print one JSON object")] = False
-    api_key: ApiKey = ""
     mesh_tls: MeshTls = ""
-    ca_file: CaFile = ""
 
 
 class PlacementReply(Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import aiohttp
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvmesh.mesh.identity.credentials import open_credentials
 from kvmesh.protocol.errors import ConfigError, MeshError
@@ -14,11 +14,16 @@ from kvmesh.protocol.errors import ConfigError, MeshError
 DEFAULT_URL = "http://127.0.0.1:8000"  # where `kvmesh up` serves its API
 API_KEY = "KVMESH_API_KEY"  # environment variable; a flag can be seen by other users of this machine
 
-# Types of settings: fields of each such command's config.
-ApiKey = Annotated[str, Meta(description=f"key of a mesh that asks for one; default: {API_KEY}")]
-CaFile = Annotated[
-    str, Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's")
-]
+
+class ClientConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings that all commands have which ask a mesh."""
+
+    url: Annotated[str, Meta(description="HTTP API of a frontend")] = "http://127.0.0.1:8000"
+    api_key: Annotated[str, Meta(description=f"key of a mesh that asks for one; default: {API_KEY}")] = ""
+    ca_file: Annotated[
+        str,
+        Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's"),
+    ] = ""
 
 
 def open_session(

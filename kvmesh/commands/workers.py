@@ -13,12 +13,12 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.commands.http_client import API_KEY, DEFAULT_URL, message_of, open_session
+from kvmesh.commands.http_client import API_KEY, DEFAULT_URL, ClientConfig, message_of, open_session
 from kvmesh.commands.local_mesh import ControlPath, find_control
 from kvmesh.frontend.crew import CrewList, CrewMember, WorkerControl, WorkerControlled
 from kvmesh.mesh.config import load, unknown
@@ -44,7 +44,7 @@ USAGE = (
 )
 
 
-class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkersConfig(ClientConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_WORKERS_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     control: ControlPath = ""
@@ -52,7 +52,6 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str, Meta(description=f"of a frontend; default: --control where there is no key, else {DEFAULT_URL}")
     ] = ""
     api_key: Annotated[str, Meta(description=f"an admin's; better in {API_KEY}, where others cannot see it")] = ""
-    ca_file: Annotated[str, Meta(description="PEM file that has signed the frontend's certificate")] = ""
     json: Annotated[bool, Meta(description="print JSON")] = False
 
 

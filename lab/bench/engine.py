@@ -39,6 +39,7 @@ from kvmesh.commands.bench.prompts import load_tokenizer, make_prompts
 from kvmesh.lab.bench import engine_steps, engine_versus
 from kvmesh.lab.bench.frontend import quantile_ms
 from kvmesh.lab.bench.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.protocol.errors import ConfigError, EngineError
 from kvmesh.workers.engines.vllm.driver import ONE_PROCESS
@@ -54,7 +55,7 @@ KVMESH, BARE = "kvmesh", "bare"
 R = TypeVar("R")
 
 
-class EngineBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
@@ -67,7 +68,6 @@ class EngineBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     requests: Annotated[int, Meta(ge=1, description="of each side in a round of that")] = 32
     rounds: Annotated[int, Meta(ge=1, description="of throughput, each side once; the median ratio counts")] = 24
     pairs: Annotated[int, Meta(ge=1, description="requests alone on the machine, each asked of both sides")] = 100
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class SideReport(Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.protocol.errors import ConfigError, EngineError
 from kvmesh.protocol.messages import SamplingParams
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 SHAPES = Path(__file__).parent / "shapes"
 
 
-class EngineStepsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineStepsConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     shape: Annotated[str, Meta(description="a folder of lab/bench/shapes, or any folder with a config.json")] = (
@@ -48,7 +49,6 @@ class EngineStepsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     block_size: Annotated[int, Meta(ge=1, description="tokens per KV block")] = 64
     decode_buckets: Annotated[str, Meta(description="batch sizes that are CUDA graphs: the worker's setting")] = ""
     rounds: Annotated[int, Meta(ge=1, description="measured steps; the median counts")] = 5
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class EngineStepsReport(Struct, frozen=True, kw_only=True):

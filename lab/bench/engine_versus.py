@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmesh.lab.bench.engine_steps import StepModel, read_rate, shape_folder
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.protocol.errors import ConfigError, EngineError
 from kvmesh.protocol.messages import KvLayout
@@ -51,7 +52,7 @@ DtypeName = Literal["float32", "bfloat16"]
 Count = Annotated[float, Meta(ge=0)]
 
 
-class EngineVersusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineVersusConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     shape: Annotated[str, Meta(description="a folder of lab/bench/shapes, or any folder with a config.json")] = (
@@ -62,7 +63,6 @@ class EngineVersusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
     rounds: Annotated[int, Meta(ge=1, description="pairs of each figure; the median ratio counts")] = 5
     seconds: Annotated[float, Meta(ge=0, description="begin no pair that would end later; 0: no limit")] = 0.0
     results: Annotated[str, Meta(description="file that keeps what was measured; a later run continues it")] = ""
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class Pairs(Struct):

@@ -24,6 +24,7 @@ from rich.table import Table
 from kvmesh.cluster.config import ClusterConfig, UpConfig
 from kvmesh.cluster.running import running_cluster
 from kvmesh.lab.bench.load import ClientConnection, TimedAnswer, failure_of, request_bytes
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.simulator import SimConfig, SimReport, SimRequest, simulate
 from kvmesh.simulator.loads import Shape, constant, synthesize
@@ -38,7 +39,7 @@ WARM_UP = 4  # requests before anything is measured
 ALONE = 12  # requests, one after the other, that tell what the frontend takes
 
 
-class FidelityConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FidelityConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     mode: Annotated[Literal["aggregated", "disaggregated"], Meta(description="of the mesh")] = "aggregated"
@@ -49,7 +50,6 @@ class FidelityConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     isl: Annotated[int, Meta(ge=16, description="prompt tokens, on average")] = 600
     osl: Annotated[int, Meta(ge=2, description="answer tokens, on average")] = 60
     seed: Annotated[int, Meta(ge=0, description="of the load")] = 1
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class FidelityReport(Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from kvmesh.commands.bench.apart import apart
 from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.prompts import load_tokenizer, make_prompts
 from kvmesh.lab.bench.load import ClientLoad, LoadOutcome, rss_mib, run_load, trees
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.protocol.errors import ConfigError, EngineError
 
@@ -36,7 +37,7 @@ GROUPS = 8  # of prompts with a common beginning
 SHOWN_FAILURES = 3
 
 
-class FrontendBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FrontendBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     model: Annotated[str, Meta(description="folder of the tokenizer; default: the tiny model's")] = str(CHECKPOINT_DIR)
@@ -46,7 +47,6 @@ class FrontendBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     url: Annotated[str, Meta(description="of a server that runs already, http://host:port; with --pid")] = ""
     pid: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="of that server")] = None
     mesh_tls: ClusterTls = ""
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 @dataclass(frozen=True, slots=True)

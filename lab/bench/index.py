@@ -25,6 +25,7 @@ from rich.table import Table
 
 from kvmesh.commands.bench.apart import run_apart
 from kvmesh.kvevents.formats import encode_payload
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.protocol.events import Stored
 from kvmesh.protocol.hashing import sequence_hash_bytes, token_bytes
@@ -45,14 +46,13 @@ SMALL = 1 << 16  # blocks, for a quick run or plain Python
 T = TypeVar("T")
 
 
-class IndexBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class IndexBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     workers: Annotated[int, Meta(ge=4, description="that hold the chains")] = 256
     blocks: Annotated[int, Meta(ge=CHAIN, description="distinct blocks in the index")] = 1_000_000
     rounds: Annotated[int, Meta(ge=1, description="each measured so often; the median counts")] = 5
     quick: Annotated[bool, Meta(description="fewer rounds, and no growth beyond the first row")] = False
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class Growth(Struct, frozen=True, kw_only=True):

@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.kvcache.tiers.store import Payload, TierStore
 from kvmesh.kvcache.transfer.backend import open_backend
 from kvmesh.lab.bench.engine_steps import SHAPES
 from kvmesh.lab.bench.kv_judge import ROUNDING, TOP, Answer
+from kvmesh.lab.settings import LabConfig
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.ids import RequestId, WorkerId
 from kvmesh.protocol.messages import Delta, GenerateRequest, PrefixSource, SamplingParams, StopConditions, pack_tokens
@@ -24,7 +25,7 @@ from kvmesh.workers.tiers import NO_TIERS, TierSettings
 VOCABULARY = 1500  # token ids of prompts are below
 
 
-class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KvBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     model: Annotated[str, Meta(description="tiny, a shape of lab/bench/shapes with random weights, or a folder")] = (
@@ -38,7 +39,6 @@ class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     disk: Annotated[str, Meta(description="folder on the disk to measure; default: a temporary one")] = ""
     disk_mib: Annotated[int, Meta(ge=64, description="space on the disk, unless prompts need more")] = 1024
     shared: Annotated[str, Meta(description="storage of several workers to measure; default: a temporary folder")] = ""
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class ThrottledStore:

@@ -16,13 +16,14 @@ from random import Random
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvmesh.frontend.live.hub import LiveHub
 from kvmesh.frontend.live.looking import local_look
 from kvmesh.frontend.live.pages import EVENTS, routes
 from kvmesh.frontend.live.picture import Picture
 from kvmesh.frontend.timeline import Timelines
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.mesh.http.server import App, listening
 from kvmesh.mesh.plane.client import PlaneClient
@@ -39,14 +40,13 @@ BLOCK_SIZE = 16
 VIEWER = "import sys, urllib.request as u\nr = u.urlopen(sys.argv[1])\nwhile r.read1(65536): pass"
 
 
-class LiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LiveConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_LIVE_<NAME>`, that over the default."""
 
     workers: Annotated[int, Meta(ge=1, le=5000, description="workers of the mesh")] = 1000
     requests: Annotated[int, Meta(ge=1, le=10_000, description="requests in flight, in records of their stages")] = 256
     pairs: Annotated[int, Meta(ge=1, le=100, description="pairs of measurements")] = 5
     seconds: Annotated[float, Meta(gt=0, le=600, description="length of one measurement")] = 6.0
-    json: Annotated[bool, Meta(description="print one JSON object")] = False
 
 
 class IdleDispatcher:

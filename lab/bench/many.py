@@ -30,6 +30,7 @@ from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
 from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.lab.bench.load import ClientLoad, cpu_s, rss_mib, trees, used_cpu
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.mesh.discovery import Put, open_discovery
 from kvmesh.mesh.http.files import make_room_for_files
@@ -59,7 +60,7 @@ SPARE_FILES = 1024
 GOAL_RATIO = 1.3
 
 
-class ManyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ManyConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     workers: Annotated[int, Meta(ge=10, le=10_000, description="in the router's core, and in the mesh")] = 1000
@@ -69,7 +70,6 @@ class ManyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     window_s: Annotated[float, Meta(gt=0, description="time in which idle processes are measured")] = 30.0
     etcd: Annotated[bool, Meta(description="measure with etcd too, if it is installed")] = True
     seed: Annotated[int, Meta(description="of the prompts")] = 1
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class DiscoveryCpu(Struct, frozen=True, kw_only=True):

@@ -20,13 +20,14 @@ from rich.table import Table
 from kvmesh.lab.bench.engine_steps import shape_folder
 from kvmesh.lab.bench.engine_versus import write_checkpoint
 from kvmesh.lab.bench.memory_workers import BenchedWorker, MemoryBench, memory_bench
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.protocol.errors import ConfigError, EngineError
 from kvmesh.protocol.messages import ControlAction
 from kvmesh.workers.tiers import MIB
 
 
-class MemoryBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MemoryBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     shape: Annotated[str, Meta(description="a folder of lab/bench/shapes, or any folder with a config.json")] = (
@@ -39,7 +40,6 @@ class MemoryBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str, Meta(description="where the checkpoint is written for the run; default: a temporary one")
     ] = ""
     limit_gib: Annotated[float, Meta(gt=0, description="limit of the memory service")] = 64.0
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class MemoryBenchReport(Struct, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ from kvmesh.lab.bench.frontend import (
     check_named,
 )
 from kvmesh.lab.bench.load import ClientLoad, ClientSlot, answers_to, failure_of, request_bytes, used_cpu
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.protocol.errors import ConfigError, EngineError
 
@@ -48,7 +49,7 @@ SHOWN_FAILURES = 3
 WARMUP_REQUESTS = 1000  # of each side
 
 
-class PairsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PairsConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_PAIRS_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     change: Annotated[
@@ -61,7 +62,6 @@ class PairsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     case: Annotated[Literal["a64", "b64", "c16", "cp16"], Meta(description="as of kvmesh lab bench frontend")] = "a64"
     pairs: Annotated[int, Meta(ge=6, le=2000, description="of measurements; the median of their ratios counts")] = 60
     requests: Annotated[int, Meta(ge=4, description="in one measurement of one side")] = 400
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class Ratio(Struct, frozen=True, kw_only=True):

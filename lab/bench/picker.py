@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.lab.bench.envoy import HOST, EnvoyPort, Mode, free_ports, running_envoy
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.mesh.discovery import open_discovery
 from kvmesh.protocol.errors import EngineError
@@ -45,13 +46,12 @@ PART_GAP_S = 0.002  # so that parts travel one by one
 WORD = "quick brown fox "  # some five tokens of the tiny model
 
 
-class PickerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PickerConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     requests: Annotated[int, Meta(ge=10, description="through each port, after as many to warm up")] = 1000
     prompt_words: Annotated[int, Meta(ge=1, description="of each chat, times three")] = 100
     workers: Annotated[int, Meta(ge=1, le=10_000, description="that the picker chooses from")] = 8
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class PickerReport(Struct, frozen=True, kw_only=True):

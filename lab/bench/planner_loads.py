@@ -21,10 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from msgspec.structs import replace as with_fields
 
 from kvmesh.lab.bench.planner_policies import Setting, mean_of, slots_of
+from kvmesh.lab.settings import LabConfig
 from kvmesh.planner.model import PlannerConfig
 from kvmesh.planner.profiles import polynomial_profile
 from kvmesh.protocol.errors import ConfigError
@@ -56,7 +57,7 @@ MAX_GPUS = 48
 HOOK_S = 5.0
 
 
-class PlannerBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannerBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     trace: Annotated[
@@ -75,7 +76,6 @@ class PlannerBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
         str, Meta(description="folder for a page and a picture of each run, with an index; none: no pages")
     ] = ""
     exact: Annotated[bool, Meta(description="simulate every block and step; ten times slower")] = False
-    json: Annotated[bool, Meta(description="the last line is one JSON list")] = False
 
 
 @dataclass(frozen=True, slots=True)

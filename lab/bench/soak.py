@@ -33,6 +33,7 @@ from kvmesh.commands.bench.prompts import COMMON_WORDS
 from kvmesh.lab.bench.frontend import SHOWN_FAILURES
 from kvmesh.lab.bench.load import ClientConnection, TimedAnswer, failure_of, request_bytes, rss_mib, trees
 from kvmesh.lab.bench.streams import body_of, until_held
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.protocol.errors import EngineError
 
@@ -45,14 +46,13 @@ ANSWER_S = 60.0  # an answer that takes longer has failed
 LOOKS = (0.1, 0.5, 1.0)  # at memory, after these shares of the requests
 
 
-class SoakConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SoakConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     requests: Annotated[int, Meta(ge=10, description="to send")] = 200_000
     concurrency: Annotated[int, Meta(ge=1, le=1024, description="at once")] = 32
     model: Annotated[str, Meta(description="folder of the tokenizer; default: the tiny model's")] = str(CHECKPOINT_DIR)
     new_words: Annotated[bool, Meta(description="a word in every prompt that was in none before")] = False
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class SoakReport(Struct, frozen=True, kw_only=True):

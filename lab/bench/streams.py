@@ -42,6 +42,7 @@ from kvmesh.lab.bench.load import (
     trees,
     used_cpu,
 )
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.mesh.http.files import make_room_for_files
 from kvmesh.protocol.errors import ConfigError, EngineError
@@ -63,14 +64,13 @@ P = TypeVar("P")
 R = TypeVar("R")
 
 
-class StreamsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StreamsConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     streams: Annotated[int, Meta(ge=2, le=200_000, description="open at once")] = 10_000
     model: Annotated[str, Meta(description="folder of the tokenizer; default: the tiny model's")] = str(CHECKPOINT_DIR)
     itl_s: Annotated[float, Meta(gt=0, description="the workers need so long for a token")] = 30.0
     window_s: Annotated[float, Meta(gt=0, description="so long is measured, with all streams open")] = 20.0
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class StreamsReport(Struct, frozen=True, kw_only=True):

@@ -2,14 +2,15 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvmesh.lab.faults.kinds import KINDS
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.safeguards import SAFEGUARDS
 from kvmesh.protocol.errors import ConfigError
 
 
-class FaultsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FaultsConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_FAULTS_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     seed: Annotated[int, Meta(ge=0, description="of the schedule; 0: a new one, which is printed")] = 0
@@ -30,7 +31,6 @@ class FaultsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     torch: Annotated[
         bool, Meta(description="besides, a prefill and a decode worker with a real model, whose KV moves over NIXL")
     ] = False
-    json: Annotated[bool, Meta(description="print one JSON object; progress goes to stderr")] = False
     shrink: Annotated[
         bool,
         Meta(description="if the run is not clean, run again with fewer and fewer faults; print the shortest list"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +19,7 @@ from kvmesh.lab.hosts.check import check_hosts
 from kvmesh.lab.hosts.lab import why_not
 from kvmesh.lab.hosts.mesh import SERVERS
 from kvmesh.lab.hosts.report import HEALED_S, REPLUGGED_S, RESET_S, SILENCE_S, HostsReport, judge
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.protocol.errors import ConfigError
 
@@ -28,10 +29,9 @@ answer, then the seconds from healing to the answer); pulled: with KV over NIXL;
 after it"""
 
 
-class ClusterCheckConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterCheckConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_CLUSTER_CHECK_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    json: Annotated[bool, Meta(description="print one JSON object; progress goes to stderr")] = False
     seed: Annotated[int, Meta(ge=0, description="of the order of prompts; 0: a new one, which is printed")] = 0
 
 

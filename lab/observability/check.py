@@ -22,6 +22,7 @@ from kvmesh.lab.observability.prometheus import PrometheusProgram, PrometheusQue
 from kvmesh.lab.observability.scaled_rules import alert_names, scaled_expression, scaled_rules
 from kvmesh.lab.observability.watched_mesh import WatchedMesh
 from kvmesh.lab.observability.write import ROOT, RULES
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import run, unless_stopped
 from kvmesh.mesh.metric_list import DECLARED
@@ -36,10 +37,9 @@ FIRES_S, ENDS_S = 60.0, 90.0
 Tell = Callable[[str], None]
 
 
-class MetricsCheckConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MetricsCheckConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_METRICS_CHECK_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    json: Annotated[bool, Meta(description="print one JSON object; progress goes to stderr")] = False
     scale: Annotated[
         float, Meta(ge=1, le=600, description="how many times shorter the windows and `for:` of the rules are")
     ] = 30.0

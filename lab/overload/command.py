@@ -28,6 +28,7 @@ from kvmesh.lab.overload.report import (
 )
 from kvmesh.lab.overload.shapes import PlannedRequest, Segment, ShapeName, planned, samples
 from kvmesh.lab.overload.simulated import SimulatedMesh
+from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
 from kvmesh.mesh.discovery import Put, open_discovery
 from kvmesh.mesh.supervisor import ProcessSpec
@@ -45,7 +46,7 @@ SAMPLES = 1000  # requests of the closed loop, in turn
 MODEL = "tiny"
 
 
-class OverloadConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OverloadConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_OVERLOAD_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     seed: Annotated[int, Meta(description="of arrivals, prompts and lengths")] = 1
@@ -65,7 +66,6 @@ class OverloadConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     simulate: Annotated[
         bool, Meta(description="in simulated time: live routers and schedulers without processes, always alike")
     ] = False
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
 class OverloadReport(Struct, frozen=True, kw_only=True):

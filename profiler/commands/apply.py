@@ -14,6 +14,7 @@ from kvmesh.mesh.lifecycle import run, unless_stopped
 from kvmesh.planner.config import ServiceConfig
 from kvmesh.planner.record import Record, read_records
 from kvmesh.profiler.commands.plan_settings import PlanConfig
+from kvmesh.profiler.deployment.chart import CHART
 from kvmesh.profiler.deployment.deployment import Deployment
 from kvmesh.profiler.deployment.kept import DeploymentJudge, corrected_profile
 from kvmesh.profiler.deployment.request import DeploymentRequest
@@ -71,7 +72,7 @@ def start_command(request: DeploymentRequest, out: Path) -> list[str]:
     if request.connector == "compose":
         files = ["-f", "docker-compose.yml", "-f", str(out / "compose.override.yml")]
         return [*shlex.split(request.compose_command), *files, "up", "--detach"]
-    flags = ["upgrade", "--install", "kvmesh", "deploy/helm/kvmesh", "-f", str(out / "values.yaml")]
+    flags = ["upgrade", "--install", "kvmesh", str(CHART), "-f", str(out / "values.yaml")]
     return [*shlex.split(request.helm_command), *flags]
 
 

@@ -2,13 +2,14 @@
 
 import shlex
 import tomllib
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvmesh.profiler.deployment.deployment import BUILT_IN_MODEL, Deployment, sizing_flags, title_of
 from kvmesh.profiler.deployment.planner_settings import planner_toml
 from kvmesh.profiler.deployment.yaml_files import to_yaml
 
+CHART = (Path(__file__).parent / "helm").resolve()  # in a checkout a link to deploy/helm/kvmesh; the wheel has a copy
 PROFILES = "kvmesh-plan"  # the ConfigMap with both profiles
 MOUNT = "/profiles"  # where the chart mounts it
 MODELS_CLAIM = "kvmesh-models"
@@ -17,7 +18,7 @@ ENGINE_ARGS = "--engine-args="
 
 
 def chart_values(deployment: Deployment) -> str:
-    """Return values.yaml for deploy/helm/kvmesh."""
+    """Return values.yaml for the chart."""
     is_built_in = deployment.model_path == BUILT_IN_MODEL
     path = BUILT_IN_MODEL if is_built_in else f"{MODELS}/{PurePosixPath(deployment.model_path).name}"
     values: dict[str, Any] = {

@@ -256,7 +256,7 @@ def test_a_removed_flag_has_no_effect_and_one_warning(
     former(monkeypatch)
     assert read(*argv, "--block-size=3") == Settings(block_size=3)
     assert capsys.readouterr().err == (
-        f"kvmesh router: {source}: no effect since kvmesh 0.4, and refused from 0.5: please remove\n"
+        f"kvmesh router: {source}: no effect since kvmesh 0.3, and refused from 0.4: please remove\n"
     )
 
 

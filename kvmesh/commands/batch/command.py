@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -28,7 +28,7 @@ from kvmesh.commands.batch.results import Results
 from kvmesh.commands.batch.retrying import OutageWatch
 from kvmesh.commands.batch.sending import BatchSender, HttpAnswer, reason_of
 from kvmesh.commands.batch.tally import BatchSummary, BatchTally
-from kvmesh.commands.http_client import ApiKey, CaFile, open_session
+from kvmesh.commands.http_client import ClientConfig, open_session
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import run, unless_stopped
 from kvmesh.protocol.errors import ConfigError
@@ -38,11 +38,10 @@ EXIT_STOPPED = 130
 LINE_EVERY_S = 10.0  # of progress, where there is no terminal
 
 
-class BatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BatchConfig(ClientConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BATCH_<NAME>`, that over [batch] of `--config`, that over the default."""
 
     output: Annotated[str, Meta(description="file of the results; default: input.results.jsonl for input.jsonl")] = ""
-    url: Annotated[str, Meta(description="HTTP API of a frontend")] = "http://127.0.0.1:8000"
     model: Annotated[str, Meta(description="model for all requests, instead of the one that each names")] = ""
     concurrency: Annotated[int, Meta(ge=1, le=4096, description="requests that are sent at once, at most")] = 64
     priority: Annotated[
@@ -53,8 +52,6 @@ class BatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         float, Meta(gt=0, description="end the batch when every request has failed for so long")
     ] = 120.0
     json: Annotated[bool, Meta(description="print the summary as one JSON object")] = False
-    api_key: ApiKey = ""
-    ca_file: CaFile = ""
 
 
 def main(argv: list[str]) -> int:

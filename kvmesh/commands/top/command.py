@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 import aiohttp
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.console import Console
 from rich.live import Live
 
-from kvmesh.commands.http_client import ApiKey, CaFile, open_session, refusal_of
+from kvmesh.commands.http_client import ClientConfig, open_session, refusal_of
 from kvmesh.commands.top.view import screen
 from kvmesh.frontend.live.fold import ShownMesh, read_message
 from kvmesh.mesh.config import load
@@ -23,14 +23,11 @@ MAX_EVENT_BYTES = 32 << 20
 NO_PAGE = "the frontend is of an older release, or runs with --no-ui"
 
 
-class TopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TopConfig(ClientConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_TOP_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    url: Annotated[str, Meta(description="HTTP API of a frontend, or its --ui-port")] = "http://127.0.0.1:8000"
     filter: Annotated[str, Meta(description="show workers, requests and events with this text alone")] = ""
     once: Annotated[bool, Meta(description="print one picture, after some seconds, and end")] = False
-    api_key: ApiKey = ""
-    ca_file: CaFile = ""
 
 
 def main(argv: list[str]) -> int:

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import aiohttp
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 from rich.console import Console
 
-from kvmesh.commands.http_client import ApiKey, CaFile, open_session, refusal_of
+from kvmesh.commands.http_client import ClientConfig, open_session, refusal_of
 from kvmesh.commands.whatif.view import told
 from kvmesh.frontend.whatif.question import PastMesh, WhatIfQuestion
 from kvmesh.mesh.config import load
@@ -32,7 +32,7 @@ _SPAN = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)")
 _COUNT = "+1, -1, or how many, as a list: each combination of lists is a case"
 
 
-class WhatIfConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WhatIfConfig(ClientConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_WHATIF_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     last: Annotated[str, Meta(description="requests of this time before the latest: 90s, 10m, 1h")] = "10m"
@@ -41,7 +41,6 @@ class WhatIfConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     aggregated: Annotated[str, Meta(description=f"aggregated workers: {_COUNT}")] = ""
     blocks: Annotated[str, Meta(description="KV blocks of each worker: 4096, or x2 for twice as many; a list")] = ""
     policy: Annotated[str, Meta(description="routing policies, a list")] = ""
-    url: Annotated[str, Meta(description="a frontend that remembers its recent requests")] = "http://127.0.0.1:8000"
     access_log: Annotated[
         tuple[str, ...], Meta(description="instead: logs of --access-log-file; repeat it for those of all frontends")
     ] = ()
@@ -54,8 +53,6 @@ class WhatIfConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     slo_ttft_s: Annotated[float, Meta(gt=0, description="--access-log: TTFT to keep")] = 2.0
     slo_itl_s: Annotated[float, Meta(gt=0, description="--access-log: mean gap between tokens to keep")] = 0.1
     json: Annotated[bool, Meta(description="print one JSON object")] = False
-    api_key: ApiKey = ""
-    ca_file: CaFile = ""
 
 
 def main(argv: list[str]) -> int:
