@@ -10,6 +10,8 @@ from kvmesh.mesh.identity.credentials import MeshTls
 from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
 from kvmesh.router.rules import DEFAULT_SLO_ITL_S
 
+NEED_EXTENSIONS = ("api_keys_file", "jwt_keys", "responses_store")  # must not be ignored where none reads them
+
 
 class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_FRONTEND_<NAME>`, that over the TOML file of `--config`, that over the default."""
