@@ -7,6 +7,8 @@ from msgspec import Meta
 from kvmesh.mesh.service_config import MemberConfig
 from kvmesh.router.rules import DEFAULT_SLO_ITL_S
 
+NEED_EXTENSIONS = ("api_keys_file", "jwt_keys", "responses_store")  # must not be ignored where none reads them
+
 
 class FrontendConfig(MemberConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_FRONTEND_<NAME>`, that over the TOML file of `--config`, that over the default."""

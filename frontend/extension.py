@@ -80,7 +80,8 @@ class FrontendExtension:
     endpoints: Sequence[Endpoint] = ()
     errors_below: Mapping[str, ErrorShape] = field(default_factory=dict)  # on all paths that begin so
     models: ModelsShape | None = None
+    settings: tuple[str, ...] = ()  # those of NEED_EXTENSIONS that it reads
     check: Callable[[FrontendConfig], None] = needs_nothing
-    """Raise ConfigError. The process that starts several frontends calls it; those call `prepare` alone."""
+    """Raise ConfigError. It is called before `prepare`, and in the process that starts several frontends."""
     prepare: Callable[[FrontendConfig], Run | None] = needs_nothing
     """Read settings and files before anything starts; None where they ask for nothing. Raise ConfigError."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvmesh.frontend.config import FrontendConfig
-from kvmesh.frontend.table import EXTENSIONS
+from kvmesh.frontend.table import check_settings
 from kvmesh.mesh.address import cannot_listen
 from kvmesh.mesh.config import to_flags
 from kvmesh.mesh.lifecycle import on_hangup, unless_stopped, watch_parent
@@ -36,8 +36,7 @@ async def serve_processes(config: FrontendConfig, config_file: str, stop: asynci
 
     `config_file`: where their embedded routers read their settings, "" for none.
     """
-    for extension in EXTENSIONS:
-        extension.check(config)
+    check_settings(config)
     watch_parent(stop)
     supervisor = Supervisor(None, log.warning)
     with reserved_port(config.host, config.port) as port, tempfile.TemporaryDirectory(prefix="kvmesh-") as shared:

@@ -29,7 +29,7 @@ from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.presence import NEVER, MeshPresence
 from kvmesh.frontend.security import open_to, tls_context
 from kvmesh.frontend.service_level import ServiceLevel
-from kvmesh.frontend.table import EXTENSIONS
+from kvmesh.frontend.table import EXTENSIONS, check_settings
 from kvmesh.frontend.timeline import Timelines
 from kvmesh.frontend.tracing import Tracing
 from kvmesh.mesh.discovery import Discovery, open_discovery
@@ -69,6 +69,7 @@ FIRST_WORKER_S = 3.0  # after the start, in which requests wait for a worker
 async def serve(config: FrontendConfig, router_config: RouterConfig, stop: asyncio.Event) -> None:
     """Answer until `stop` is set, then finish what is in flight."""
     watch_parent(stop)
+    check_settings(config)
     tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
     cors = open_to(config.cors_origins)
     runs = [run for extension in EXTENSIONS if (run := extension.prepare(config)) is not None]

@@ -2,30 +2,42 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvmesh.frontend.config import NEED_EXTENSIONS, FrontendConfig
 from kvmesh.frontend.endpoint import Endpoint, ErrorShape
 from kvmesh.frontend.extension import FrontendExtension
 from kvmesh.frontend.mesh_api import controls, route, status, tokenize
 from kvmesh.frontend.openai import chat, completions, embeddings, models
 from kvmesh.mesh.extensions import load
+from kvmesh.protocol.errors import ConfigError
 
 EXTENSIONS: Sequence[FrontendExtension] = tuple(load("frontend"))
 
 
-def added_below(path: str) -> list[Endpoint]:
-    """Return the endpoints that extensions add below a path."""
-    added = [endpoint for extension in EXTENSIONS for endpoint in extension.endpoints]
-    return [endpoint for endpoint in added if endpoint.path.startswith(path)]
+def check_settings(config: FrontendConfig, extensions: Sequence[FrontendExtension] = EXTENSIONS) -> None:
+    """Raise ConfigError for a setting that an extension refuses, or that needs an extension which is not here."""
+    read, default = {name for extension in extensions for name in extension.settings}, FrontendConfig()
+    for name in NEED_EXTENSIONS:
+        if name not in read and getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"--{name.replace('_', '-')} needs an extension of the frontend that is not installed")
+    for extension in extensions:
+        extension.check(config)
+
+
+def added(*, of_vendors: bool) -> list[Endpoint]:
+    """Return the endpoints that extensions add: those of vendors' APIs, or the others."""
+    found = [endpoint for extension in EXTENSIONS for endpoint in extension.endpoints]
+    return [endpoint for endpoint in found if endpoint.path.startswith("/v1/") is of_vendors]
 
 
 ENDPOINTS: Sequence[Endpoint] = (
     chat.ENDPOINT,
     completions.ENDPOINT,
-    *added_below("/v1/"),
+    *added(of_vendors=True),
     embeddings.ENDPOINT,
     *tokenize.ENDPOINTS,
     route.ENDPOINT,
     *controls.ENDPOINTS,
-    *added_below("/kvmesh/"),
+    *added(of_vendors=False),
     *models.endpoints([extension.models for extension in EXTENSIONS if extension.models is not None]),
     *status.ENDPOINTS,
 )

@@ -1,10 +1,16 @@
-"""Extensions can be removed: the core imports none of their modules. The tests read the source and run nothing."""
+"""Extensions can be removed: the core imports none of their modules, and a mesh without any one of them serves."""
 
+import ast
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvmesh.mesh.extensions import EXTENSIONS, Extension
+from tests.support.mesh import running_mesh
 from tests.test_import_order import ROOT, Import, imports_of, name_of, read_modules
 
 
@@ -58,3 +64,77 @@ def test_extensions_need_only_extensions_that_exist() -> None:
     names = [extension.name for extension in EXTENSIONS]
     assert len(set(names)) == len(names)
     assert {need for extension in EXTENSIONS for need in extension.needs} <= set(names)
+
+
+# --- a copy of the tree without an extension ----------------------------------------------------------
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import kvmesh
+
+assert kvmesh.__path__[0].startswith(sys.argv[1]), kvmesh.__path__
+for name in ("torch", "transformers", "vllm", "sglang"):  # these take seconds
+    sys.modules[name] = None
+for module in pkgutil.walk_packages(kvmesh.__path__, "kvmesh.", onerror=lambda name: None):
+    if module.name.endswith(("__main__", "_native")) or module.name.startswith("kvmesh.lab"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:  # a package that is not installed here
+        if error.name.startswith("kvmesh"):
+            raise
+"""
+
+
+def removed_with(name: str) -> list[Extension]:
+    """Return the extension and those that need it."""
+    gone = {name}
+    while more := {one.name for one in EXTENSIONS if gone & set(one.needs)} - gone:
+        gone |= more
+    return [one for one in EXTENSIONS if one.name in gone]
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git tracks, without the tests, and the native modules."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    native = [str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/_native*.so")]
+    for name in [*filter(None, listed.split("\0")), *native]:
+        if name.startswith(("tests/", "docs/", "ui/")) or not os.path.lexists(ROOT / name):
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+
+
+def remove(extension: Extension, tree: Path) -> None:
+    """Delete the folders of an extension and its entry in the table."""
+    for folder in extension.all_folders:
+        shutil.rmtree(tree / folder)
+    table = tree / "mesh" / "extensions.py"
+    text = table.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Name(id="Extension"), args=[ast.Constant(value=extension.name), *_]):
+                del lines[node.lineno - 1 : node.end_lineno]
+    table.write_text("".join(lines), encoding="utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [one.name for one in EXTENSIONS])
+def test_a_mesh_without_an_extension_serves(name: str, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    copy_tree(tree)
+    for extension in removed_with(name):
+        remove(extension, tree)
+    imported = subprocess.run(
+        [sys.executable, "-P", "-c", IMPORT_ALL, str(tree)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert imported.returncode == 0, imported.stderr
+    flags = ("--engine", "mock", "--decode", "1")
+    with running_mesh(tmp_path / "run", *flags, env={"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}) as mesh:
+        assert mesh.chat([{"role": "user", "content": "Hello"}], max_tokens=4)["choices"]

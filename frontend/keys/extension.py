@@ -3,4 +3,4 @@
 from kvmesh.frontend.extension import FrontendExtension
 from kvmesh.frontend.keys.opening import prepare
 
-EXTENSION = FrontendExtension(prepare=prepare)
+EXTENSION = FrontendExtension(settings=("api_keys_file", "jwt_keys"), prepare=prepare)

@@ -5,5 +5,8 @@ from kvmesh.frontend.responses import count, create, stored
 from kvmesh.frontend.responses.opening import check, prepare
 
 EXTENSION = FrontendExtension(
-    endpoints=(create.ENDPOINT, count.ENDPOINT, *stored.ENDPOINTS), check=check, prepare=prepare
+    endpoints=(create.ENDPOINT, count.ENDPOINT, *stored.ENDPOINTS),
+    settings=("responses_store",),
+    check=check,
+    prepare=prepare,
 )

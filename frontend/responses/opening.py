@@ -32,7 +32,6 @@ def check(config: FrontendConfig) -> None:
 
 def open_store(config: FrontendConfig) -> ResponseStore | None:
     """Return the store, None for `off`. Raise ConfigError."""
-    check(config)
     limits = StoreLimits(
         max_count=config.responses_max,
         max_bytes=int(config.responses_max_mib * 2**20),

@@ -7,14 +7,16 @@ import msgspec
 import pytest
 
 from kvmesh.frontend.bodies import decode_body
+from kvmesh.frontend.config import FrontendConfig
 from kvmesh.frontend.endpoint import Endpoint, Services, identified
 from kvmesh.frontend.http import FrontendApi, HttpSettings
 from kvmesh.frontend.models import ModelRegistry
 from kvmesh.frontend.operation import OWN_FAILURES, Operation
 from kvmesh.frontend.shapes import Strict
-from kvmesh.frontend.table import ENDPOINTS
+from kvmesh.frontend.table import ENDPOINTS, check_settings
 from kvmesh.mesh.http.request import Reply, Request, json_reply
 from kvmesh.mesh.http.server import listening
+from kvmesh.protocol.errors import ConfigError
 from tests.support.generator import ScriptedGenerator
 
 API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
@@ -64,3 +66,11 @@ def test_the_page_of_the_api_has_every_endpoint(endpoint: Endpoint) -> None:
 def test_no_two_endpoints_share_a_route() -> None:
     routes = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS]
     assert len(set(routes)) == len(routes)
+
+
+@pytest.mark.parametrize("setting", [{"api_keys_file": "k"}, {"jwt_keys": "k"}, {"responses_store": "memory"}])
+def test_a_setting_whose_extension_is_missing_is_refused(setting: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="needs an extension"):
+        check_settings(FrontendConfig(**setting), [])
+    check_settings(FrontendConfig(**setting))
+    check_settings(FrontendConfig(), [])

@@ -16,7 +16,8 @@ from kvmesh.frontend.whatif.recent import RecentRequests
 from kvmesh.frontend.whatif.runner import WhatIfRunner, read_question
 from kvmesh.protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError
 from kvmesh.protocol.ids import RequestId
-from tests.frontend.whole_mesh import MODEL, whole_mesh
+from kvmesh.protocol.messages import Role
+from tests.frontend.whole_mesh import MODEL, WORKER, running_frontend, running_worker, whole_mesh
 from tests.support.patience import PATIENCE_S
 
 MESH = PastMesh(model="m", block_size=16, blocks=64, max_num_seqs=4, max_step_tokens=512)
@@ -156,3 +157,17 @@ def test_a_frontend_asks_a_real_process_about_its_workers(tmp_path: Path) -> Non
             page.status_code == 200 and found in page.json()["refused"]
         )  # the page shows why, which is no fault of it
         assert http.get("/ui/whatif", headers=tenant).status_code == 403
+
+
+async def test_workers_that_joined_while_frontends_met_are_known(tmp_path: Path) -> None:
+    keys, place = tmp_path / "keys", f"file:{tmp_path / 'mesh'}"
+    keys.write_text("sk-operator\n")
+    headers = {"authorization": "Bearer sk-operator"}
+    worker = running_worker(WORKER, Role.AGGREGATED, place, Path(CHECKPOINT_DIR), 1024)
+    async with (
+        worker,
+        running_frontend(place, api_keys_file=str(keys), drain_notice_s=0.0) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        reply = await http.get("/kvmesh/whatif", headers=headers)
+    assert "no requests are remembered" in reply.json()["error"]["message"]

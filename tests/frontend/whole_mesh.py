@@ -46,8 +46,8 @@ def whole_mesh(folder: Path, model_path: Path, context_tokens: int, **settings: 
         place = f"file:{folder}"
         async with (
             running_frontend(place, **settings) as found,
-            _worker(PREFILL_WORKER, Role.PREFILL, place, model_path, context_tokens),
-            _worker(WORKER, Role.AGGREGATED, place, model_path, context_tokens),
+            running_worker(PREFILL_WORKER, Role.PREFILL, place, model_path, context_tokens),
+            running_worker(WORKER, Role.AGGREGATED, place, model_path, context_tokens),
         ):
             await _until_ready(found)
             url.append(found)
@@ -88,7 +88,9 @@ async def running_frontend(place: str, **more: Any) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _worker(name: str, role: Role, place: str, model_path: Path, context_tokens: int) -> AsyncIterator[None]:
+async def running_worker(
+    name: str, role: Role, place: str, model_path: Path, context_tokens: int
+) -> AsyncIterator[None]:
     config = WorkerConfig(name=name, engine="mock", role=role, model_path=str(model_path), model=MODEL, **PARSERS)
     executor = MockExecutor(
         block_size=config.block_size,

@@ -191,14 +191,14 @@ async def test_a_background_stream_is_read_by_way_of_another_frontend(thinking_m
 @pytest.mark.parametrize("setting", ["on", "dir", "dir:", "memory:", "file:x", ""])
 def test_an_unknown_store_is_refused_by_name(setting: str) -> None:
     with pytest.raises(ConfigError, match="off, memory or dir:PATH"):
-        open_store(FrontendConfig(responses_store=setting))
+        check(FrontendConfig(responses_store=setting))
 
 
 def test_processes_that_share_a_port_cannot_store_in_memory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dir:PATH"):
         check(FrontendConfig(responses_store="memory", processes=2))
     with pytest.raises(ConfigError, match="dir:PATH"):
-        open_store(FrontendConfig(responses_store="memory", shares_port_with=str(tmp_path)))
+        check(FrontendConfig(responses_store="memory", shares_port_with=str(tmp_path)))
     check(FrontendConfig(responses_store=f"dir:{tmp_path}", processes=2))
 
 
