@@ -49,7 +49,19 @@ EXTENSIONS: Sequence[Extension] = (
     Extension("vllm", {"engine": "workers/engines/vllm"}, needs=("external",)),
     Extension("sglang", {"engine": "workers/engines/sglang"}, needs=("external",)),
     Extension("trtllm", {"engine": "workers/engines/trtllm"}, needs=("external",)),
-    Extension("attach", {"engine": "workers/engines/attached"}, needs=("external", "vllm", "sglang")),
+    Extension(
+        "attach",
+        {"engine": "workers/engines/attached"},
+        needs=("external", "vllm", "sglang"),
+        commands={
+            "attach": (
+                "cluster.attach.command",
+                "put a mesh in front of running servers: vLLM, SGLang, llama.cpp, ...",
+            ),
+            "announce": ("cluster.attach.announce", "publish a running server, for `kvmesh attach --discover`"),
+        },
+        folders=("cluster/attach",),
+    ),
     Extension(
         "profile",
         needs=("attach",),
