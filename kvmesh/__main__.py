@@ -10,7 +10,6 @@ from kvmesh.mesh.starting import end_on_signals
 OF_CORE = {
     "up": ("kvmesh.commands.up", "run a mesh on this host until Ctrl-C"),
     "demo": ("kvmesh.commands.demo", "start a mesh, send it real requests, show what happened"),
-    "batch": ("kvmesh.commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh"),
     "frontend": ("kvmesh.frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
     "router": ("kvmesh.router.__main__", "one router in a process of its own"),
     "worker": ("kvmesh.workers.__main__", "one worker: prefill, decode or aggregated"),

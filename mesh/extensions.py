@@ -68,6 +68,11 @@ EXTENSIONS: Sequence[Extension] = (
         commands={"profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO")},
         folders=("profiler",),
     ),
+    Extension(
+        "batch",
+        commands={"batch": ("commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh")},
+        folders=("kvmesh/commands/batch",),
+    ),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
