@@ -73,6 +73,7 @@ EXTENSIONS: Sequence[Extension] = (
         commands={"batch": ("commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh")},
         folders=("kvmesh/commands/batch",),
     ),
+    Extension("s3", {"store": "kvcache/tiers/s3"}),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
