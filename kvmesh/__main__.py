@@ -9,9 +9,7 @@ from kvmesh.mesh.starting import end_on_signals
 
 OF_CORE = {
     "up": ("kvmesh.commands.up", "run a mesh on this host until Ctrl-C"),
-    "attach": ("kvmesh.commands.attach", "put a mesh in front of running servers: vLLM, SGLang, llama.cpp, ..."),
     "demo": ("kvmesh.commands.demo", "start a mesh, send it real requests, show what happened"),
-    "batch": ("kvmesh.commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh"),
     "frontend": ("kvmesh.frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
     "router": ("kvmesh.router.__main__", "one router in a process of its own"),
     "worker": ("kvmesh.workers.__main__", "one worker: prefill, decode or aggregated"),
@@ -22,7 +20,6 @@ OF_CORE = {
     "scale": ("kvmesh.commands.scale", "more or fewer workers in the mesh of `up`: `kvmesh scale decode=3`"),
     "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them"),
     "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
-    "announce": ("kvmesh.commands.announce", "publish a running server, for `kvmesh attach --discover`"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),
     "memory": ("kvmesh.workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
     "lab": (

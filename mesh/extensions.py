@@ -75,13 +75,31 @@ EXTENSIONS: Sequence[Extension] = (
     Extension("vllm", {"engine": "workers/engines/vllm"}, needs=("external",)),
     Extension("sglang", {"engine": "workers/engines/sglang"}, needs=("external",)),
     Extension("trtllm", {"engine": "workers/engines/trtllm"}, needs=("external",)),
-    Extension("attach", {"engine": "workers/engines/attached"}, needs=("external", "vllm", "sglang")),
+    Extension(
+        "attach",
+        {"engine": "workers/engines/attached"},
+        needs=("external", "vllm", "sglang"),
+        commands={
+            "attach": (
+                "cluster.attach.command",
+                "put a mesh in front of running servers: vLLM, SGLang, llama.cpp, ...",
+            ),
+            "announce": ("cluster.attach.announce", "publish a running server, for `kvmesh attach --discover`"),
+        },
+        folders=("cluster/attach",),
+    ),
     Extension(
         "profile",
         needs=("attach",),
         commands={"profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO")},
         folders=("profiler",),
     ),
+    Extension(
+        "batch",
+        commands={"batch": ("commands.batch.command", "send a file of requests, in OpenAI's batch format, to a mesh")},
+        folders=("kvmesh/commands/batch",),
+    ),
+    Extension("s3", {"store": "kvcache/tiers/s3"}),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 

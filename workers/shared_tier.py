@@ -8,20 +8,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from kvmesh.kvcache.tiers.address import model_fingerprint
 from kvmesh.kvcache.tiers.collect import SharedLimits
 from kvmesh.kvcache.tiers.health import MOST_FAILURES
 from kvmesh.kvcache.tiers.index import TierIndex
-from kvmesh.kvcache.tiers.objects import FolderObjects, Objects
+from kvmesh.kvcache.tiers.objects import BucketStorage, FolderObjects, Objects
 from kvmesh.kvcache.tiers.place import FolderPlace, place_of
 from kvmesh.kvcache.tiers.rates import TierRates
 from kvmesh.kvcache.tiers.restore import restore
 from kvmesh.kvcache.tiers.shared import SharedNews, SharedStore
 from kvmesh.kvcache.tiers.stack import TierLevel, TierStack
 from kvmesh.kvcache.tiers.store import TierError, TierStore
+from kvmesh.mesh.extensions import load
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import KvLayout
 from kvmesh.protocol.tiers import Tier
@@ -53,11 +54,9 @@ def open_objects(settings: SharedSettings) -> Objects:
     place = place_of(settings.place)
     if isinstance(place, FolderPlace):
         return FolderObjects(Path(place.path).expanduser().absolute())
-    if find_spec("obstore") is None:
-        raise ConfigError("--kv-shared s3: needs a package", hint="pip install 'kvmesh[s3]'")
-    from kvmesh.kvcache.tiers.s3 import open_bucket  # needs the package obstore, so imported here
-
-    return open_bucket(place, settings.endpoint, settings.timeout_s)
+    for storage in load("store"):
+        return cast(BucketStorage, storage).open(place, settings.endpoint, settings.timeout_s)
+    raise ConfigError(f"nothing here opens --kv-shared {settings.place}", hint="set --kv-shared to dir:PATH")
 
 
 async def open_shared(settings: SharedSettings, model: str, weights: bytes, layout: KvLayout) -> OpenedTier:

@@ -9,10 +9,12 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvmesh.kvcache.tiers.place import BucketPlace
 from kvmesh.kvcache.tiers.regular import open_regular
 from kvmesh.kvcache.tiers.store import TierError, TierIoError
 
@@ -69,6 +71,14 @@ class Objects(Protocol):
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStorage:
+    """Storage in buckets. An extension gives one at the seam `store`."""
+
+    open: Callable[[BucketPlace, str, float], Objects]
+    """Gets the place, the endpoint of the server ("": that of the environment), and the limit of a call in seconds."""
 
 
 class FolderObjects:

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kvmesh.cluster.attaching import Announced
-from kvmesh.cluster.servers import AttachConfig, read_announced
-from kvmesh.commands.announce import AnnounceConfig, entry_of
+from kvmesh.cluster.attach.announce import AnnounceConfig, entry_of
+from kvmesh.cluster.attach.attaching import Announced
+from kvmesh.cluster.attach.servers import AttachConfig, read_announced
 from kvmesh.mesh.config import load
 from kvmesh.mesh.discovery.memory import MemoryDiscovery
 from kvmesh.mesh.supervisor import ProcessSpec, Supervisor

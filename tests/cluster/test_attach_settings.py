@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.cluster.attaching import describe
-from kvmesh.cluster.servers import AttachConfig, ServerEntry, entries_of, name_of, process_specs
-from kvmesh.commands.attach import split_urls
+from kvmesh.cluster.attach.attaching import describe
+from kvmesh.cluster.attach.command import split_urls
+from kvmesh.cluster.attach.servers import AttachConfig, ServerEntry, entries_of, name_of, process_specs
 from kvmesh.mesh.config import load
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.ids import WorkerId

@@ -15,7 +15,7 @@ from tests.support.s3_server import WHY_NONE, new_objects
 def in_memory(_: Path) -> Objects:
     """Return what speaks to S3, over obstore's own store without a server."""
     obstore = pytest.importorskip("obstore")
-    from kvmesh.kvcache.tiers.s3 import S3Objects
+    from kvmesh.kvcache.tiers.s3.bucket import S3Objects
 
     return S3Objects(obstore.store.MemoryStore())
 

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from kvmesh.kvcache.tiers import s3
 from kvmesh.kvcache.tiers.objects import ABSENT, Objects
 from kvmesh.kvcache.tiers.place import place_of
-from kvmesh.kvcache.tiers.s3 import open_bucket
+from kvmesh.kvcache.tiers.s3 import bucket as s3
+from kvmesh.kvcache.tiers.s3.bucket import open_bucket
 from kvmesh.kvcache.tiers.store import TierIoError
 from tests.support.failing_s3 import CREDENTIALS, FailingS3, Trouble
 from tests.support.patience import PATIENCE_S

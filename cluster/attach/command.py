@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from kvmesh.cluster.attaching import attach
-from kvmesh.cluster.servers import AttachConfig, entries_of, process_specs
+from kvmesh.cluster.attach.attaching import attach
+from kvmesh.cluster.attach.servers import AttachConfig, entries_of, process_specs
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import run
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
-from kvmesh.cluster.servers import ANNOUNCED, AttachConfig, process_specs, read_announced
+from kvmesh.cluster.attach.servers import ANNOUNCED, AttachConfig, process_specs, read_announced
 from kvmesh.mesh.discovery import Discovery, Put, open_discovery
 from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
 from kvmesh.protocol.errors import ConfigError, WireError

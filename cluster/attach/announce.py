@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvmesh.cluster.servers import ANNOUNCED, ServerEntry, name_of
-from kvmesh.commands.attach import split_urls
+from kvmesh.cluster.attach.command import split_urls
+from kvmesh.cluster.attach.servers import ANNOUNCED, ServerEntry, name_of
 from kvmesh.mesh.config import load
 from kvmesh.mesh.discovery import DiscoveryUrl, open_discovery
 from kvmesh.mesh.lifecycle import run

@@ -1,0 +1,1 @@
+"""Keep a worker in front of each server that runs already. A part of the extension attach."""

@@ -1,0 +1,1 @@
+"""Shared storage in buckets of S3. An extension."""
