@@ -14,7 +14,14 @@ from kvmesh.frontend.parsers.reasoning import (
     open_after,
     reasoning_format,
 )
-from kvmesh.frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, ToolFormat, guess_tool_format, tool_format
+from kvmesh.frontend.parsers.sound import SoundEvents
+from kvmesh.frontend.parsers.tools import (
+    ToolFormat,
+    forced_arguments,
+    forced_calls,
+    guess_tool_format,
+    tool_format,
+)
 from kvmesh.frontend.request import ToolChoice, Tools
 from kvmesh.protocol.errors import InvalidRequestError
 from kvmesh.protocol.parsers import HARMONY, NONE, reasoning_parser_name, tool_parser_name
@@ -55,6 +62,8 @@ class AnswerFormat:
             calls = ShortIds(calls)
         if thoughts is not None and calls is not None:
             return ChainedParser(thoughts, calls)
+        if thoughts is not None and self.tools is not None and self.tools.special:
+            return SoundEvents(thoughts, self.tools.special)
         return thoughts or calls
 
     def _thoughts(self, prompt_tail: str) -> Parser | None:
@@ -66,9 +75,9 @@ class AnswerFormat:
         if tools is None:
             return None
         if tools.choice is ToolChoice.NAMED:
-            return ArgumentsAsJson(tools.named)
+            return forced_arguments(tools.named)
         if tools.choice is ToolChoice.REQUIRED:
-            return CallsAsJson()
+            return forced_calls()
         if self.tools is None:
             raise InvalidRequestError(
                 "The parameter 'tools' is not supported: it is not known how this model writes calls",

@@ -19,6 +19,7 @@ TOOL_PARSERS = (
     "mistral",
     "pythonic",
     "qwen3_coder",
+    "seed_oss",
 )
 REASONING_PARSERS = (
     "deepseek_r1",
@@ -29,6 +30,7 @@ REASONING_PARSERS = (
     "mistral",
     "nemotron",
     "qwen3",
+    "seed_oss",
     "step3",
     "think",
 )

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
 from kvmesh.frontend.parsers.reasoning import ReasoningFormat
+from kvmesh.frontend.parsers.sound import SoundEvents
 from kvmesh.frontend.parsers.text import marker_finder
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -52,16 +53,14 @@ def read_header(raw: str) -> Header | None:
 
     Without a channel it is read like `commentary`, if nothing but a role, a recipient and a type stands in it.
     """
-    before, mark, after = raw.replace(START, " ").replace(CONSTRAIN, " ").partition(CHANNEL)
-    if CHANNEL in after:
-        return None
-    words = [*before.split(), *after.split()]
+    before, *channels = raw.replace(START, " ").replace(CONSTRAIN, " ").split(CHANNEL)
+    words = [word for part in (before, *channels) for word in part.split()]
     recipient = next((word.removeprefix("to=") for word in words if word.startswith("to=")), "")
-    if not mark:
+    if not channels:
         known = all(word.startswith("to=") or word in ("assistant", "json") for word in words)
         return _addressed("commentary", recipient) if known else None
-    match _CHANNEL_NAME.match(after.lstrip()):
-        case re.Match() as name:
+    for channel in reversed(channels):  # a second one begins the header again
+        if name := _CHANNEL_NAME.match(channel.lstrip()):
             return _addressed(name[0], recipient)
     return None
 
@@ -215,8 +214,8 @@ def _may_be_header(raw: str) -> bool:
 # Reads thoughts and calls both, so no parser of calls follows it.
 HARMONY = ReasoningFormat(
     name="harmony",
-    open=HarmonyParser,
-    open_unforced=HarmonyParser,
+    open=lambda thinking: SoundEvents(HarmonyParser(thinking), MARKERS),
+    open_unforced=lambda: SoundEvents(HarmonyParser(), MARKERS),
     start=CHANNEL + "analysis" + MESSAGE,
     end=END,
     forced=False,

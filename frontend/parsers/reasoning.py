@@ -170,6 +170,8 @@ class TaggedThoughts:
 # --- the formats -------------------------------------------------------------------------------------------
 
 _QWEN_CALLS = ("<tool_call>\n{", "<tool_call>{", "<tool_call>\n<function=", "<tool_call><function=")
+_DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+_KIMI_CALLS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>")
 
 
 def _tagged(name: str, tags: Tags, *, forced: bool = False, also_seen: tuple[str, ...] = ()) -> ReasoningFormat:
@@ -191,13 +193,13 @@ def _think(*calls: str) -> Tags:
 
 
 _FORMATS = (
-    _tagged("think", _think()),
-    _tagged("deepseek_r1", _think(), forced=True),
+    _tagged("think", _think(*_DEEPSEEK_CALLS), also_seen=_DEEPSEEK_CALLS),
+    _tagged("deepseek_r1", _think(*_DEEPSEEK_CALLS), forced=True, also_seen=_DEEPSEEK_CALLS),
     # Qwen 3.5 begins calls without ending its thoughts. They also talk of "<tool_call>", so more must follow.
     _tagged("qwen3", _think(*_QWEN_CALLS), also_seen=("<tool_call>",)),
     _tagged("glm45", _think("<tool_call>"), also_seen=("<tool_call>",)),
     _tagged("kimi", Tags(("◁think▷",), ("◁/think▷",))),
-    _tagged("kimi_k2", _think("<|tool_calls_section_begin|>"), also_seen=("<|tool_calls_section_begin|>",)),
+    _tagged("kimi_k2", _think(*_KIMI_CALLS), also_seen=_KIMI_CALLS),
     _tagged("mistral", Tags(("[THINK]",), ("[/THINK]",))),
     _tagged(
         "granite",  # quantized ones write "Here's"
@@ -206,6 +208,7 @@ _FORMATS = (
             ("Here is my response:", "Here's my response:"),
         ),
     ),
+    _tagged("seed_oss", Tags(("<seed:think>",), ("</seed:think>",), ("<seed:tool_call>",))),
     _tagged("step3", _think(), forced=True),
     _tagged("nemotron", _think("<TOOLCALL>[", *_QWEN_CALLS), forced=True, also_seen=("<TOOLCALL>", "<tool_call>")),
 )
@@ -224,6 +227,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
 _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("◁think▷",), "kimi"),
     (("[THINK]",), "mistral"),
+    (("<seed:think>",), "seed_oss"),
     (("Here is my thought process",), "granite"),
 )
 _SIGNS_BESIDE_THINK_TAGS: tuple[tuple[tuple[str, ...], str], ...] = (

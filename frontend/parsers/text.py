@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from copy import copy
 from enum import IntEnum, auto
 from functools import lru_cache
 
@@ -128,6 +129,24 @@ class JsonScanner:
         """The value is over if no text follows."""
         at_number = self._expect is _Expect.LITERAL and not self._closers
         return self.done or (at_number and _LITERAL.fullmatch(self._literal) is not None)
+
+    @property
+    def closing(self) -> str | None:
+        """Return the text that completes the value here, None if none does without adding to it."""
+        if self._expect is _Expect.STRING and not self._in_key:
+            return '"' + "".join(reversed(self._closers))
+        return "".join(reversed(self._closers)) if self.done or self._expect in _MAY_CLOSE else None
+
+    @property
+    def closing_before_comma(self) -> str | None:
+        """Return the text that completes the value in place of the comma that was just read, None if it was none."""
+        return "".join(reversed(self._closers)) if self._expect in (_Expect.KEY, _Expect.VALUE) else None
+
+    def copied(self) -> "JsonScanner":
+        """Return a scanner at the same place."""
+        other = copy(self)
+        other._closers = self._closers.copy()
+        return other
 
     def feed(self, text: str, at: int, end: int) -> tuple[str, int]:
         """Read `text[at:end]` as far as it belongs to the value: (the JSON read, where the reading stopped)."""

@@ -11,7 +11,7 @@ from kvmesh.frontend.parsers.allowed import AllowedCalls
 from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
 from kvmesh.frontend.parsers.harmony import HARMONY
 from kvmesh.frontend.parsers.reasoning import REASONING_PARSERS
-from kvmesh.frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
+from kvmesh.frontend.parsers.tools import TOOL_PARSERS, forced_arguments, forced_calls
 from tests.frontend.parsers.streams import cut, run, texts
 from tests.support.budget import examples
 
@@ -67,11 +67,15 @@ def thoughts_of(name: str, opened: bool) -> Subject:
 
 PARSERS: dict[str, Subject] = {
     **{
-        name: Subject(parser_of(name), TOOL_PARSERS[name].markers + PARTS.get(name, ("f", *JSON_PARTS)))
+        name: Subject(
+            parser_of(name),
+            TOOL_PARSERS[name].markers + PARTS.get(name, ("f", *JSON_PARTS)),
+            drops_markers=bool(TOOL_PARSERS[name].special),
+        )
         for name in TOOL_PARSERS
     },
-    "calls as json": Subject(CallsAsJson, JSON_PARTS, is_forced=True),
-    "arguments as json": Subject(lambda: ArgumentsAsJson("f"), JSON_PARTS, is_forced=True),
+    "calls as json": Subject(forced_calls, JSON_PARTS, is_forced=True),
+    "arguments as json": Subject(lambda: forced_arguments("f"), JSON_PARTS, is_forced=True),
     **{f"thoughts: {name}": thoughts_of(name, False) for name in REASONING_PARSERS},
     **{f"thoughts begun: {name}": thoughts_of(name, True) for name in REASONING_PARSERS},
     "harmony": Subject(lambda: HARMONY.open(False), HARMONY_PARTS, drops_markers=True),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.frontend.parsers.events import CallArguments, CallBegun
-from kvmesh.frontend.parsers.tools import ArgumentsAsJson, CallsAsJson
+from kvmesh.frontend.parsers.tools import forced_arguments, forced_calls
 from kvmesh.protocol.messages import Delta, FinishReason
 from tests.frontend.parsers.streams import run
 from tests.frontend.serving import BACKEND, Served, ids
@@ -15,19 +15,35 @@ from tests.frontend.serving import BACKEND, Served, ids
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 REQUIRED = '[{"name": "weather", "parameters": {"city": "Köln \\" [{"}}, {"name": "time", "parameters": {}}]'
 NAMED = '{"city": "Köln \\" [{", "days": [1, {"a": null}]}'
-Call = tuple[str, str]  # (name, arguments as far as they were written)
+Call = tuple[str, str]  # (name, arguments as far as they were written, and closed)
+
+
+def closed(text: str) -> str:
+    """Return the longest beginning of arguments that brackets and a quote complete, completed."""
+    for size in range(len(text), 0, -1):
+        if text[size - 1].isdigit() or text[size - 1] in "trufalsen":
+            in_string = len(re.findall(r'(?<!\\)"', text[:size])) % 2
+            if not in_string and text[size : size + 1] not in (",", "]", "}"):
+                continue
+        for ending in ("", "}", '"}', "]}", "}]}"):
+            try:
+                json.loads(text[:size] + ending)
+            except ValueError:
+                continue
+            return text[:size] + ending
+    return "{}"
 
 
 def calls_in(text: str, is_named: bool) -> list[Call]:
     """Return what a client can know of the calls in the beginning of an answer."""
     if is_named:
-        return [("weather", text)] if text else []
+        return [("weather", closed(text))] if text else []
     known = []
     for name, arguments in (("weather", '{"city": "Köln \\" [{"}'), ("time", "{}")):
         head = f'"name": "{name}"'
         if head in text:
             begun = text.partition(head + ', "parameters": ')[2]
-            known.append((name, begun[: len(arguments)]))
+            known.append((name, closed(begun[: len(arguments)])))
     return known
 
 
@@ -40,7 +56,7 @@ CUTS = [
 @pytest.mark.parametrize(("text", "is_named"), CUTS)
 def test_a_cut_anywhere_leaves_calls_and_no_prose(text: str, is_named: bool) -> None:
     for size in range(len(text) + 1):
-        parser = ArgumentsAsJson("weather") if is_named else CallsAsJson()
+        parser = forced_arguments("weather") if is_named else forced_calls()
         events = run(parser, list(text[:size]))
         assert all(isinstance(event, CallBegun | CallArguments) for event in events), (size, events)
         calls: list[Call] = []
@@ -52,8 +68,8 @@ def test_a_cut_anywhere_leaves_calls_and_no_prose(text: str, is_named: bool) -> 
 
 @pytest.mark.parametrize("blank", [" ", "\n\n ", " [", "[\n{"])
 def test_white_space_and_brackets_alone_are_dropped(blank: str) -> None:
-    assert run(CallsAsJson(), [blank]) == []
-    assert run(ArgumentsAsJson("f"), [blank.strip("[\n{") or " "]) == []
+    assert run(forced_calls(), [blank]) == []
+    assert run(forced_arguments("f"), [blank.strip("[\n{") or " "]) == []
 
 
 # --- in each dialect ------------------------------------------------------------------------------------

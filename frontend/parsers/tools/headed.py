@@ -74,7 +74,6 @@ class MistralCalls(JsonCalls):
 class SectionedCalls(CallMachine):
     """A section of calls, each with its own marker, a header and a marker after that."""
 
-    section: ClassVar = ""
     call: ClassVar = ""
     after_header: ClassVar = ""
 
@@ -83,7 +82,7 @@ class SectionedCalls(CallMachine):
         self._header = ""
 
     def _opened(self, marker: str) -> State:
-        return self._first_call_ahead if marker == self.section else self._header_ahead
+        return self._header_ahead if marker == self.call else self._first_call_ahead
 
     def _first_call_ahead(self) -> bool:
         return self._expect((self.call, self._header_ahead))
@@ -103,9 +102,19 @@ class SectionedCalls(CallMachine):
     def _header_read(self) -> bool:
         raise NotImplementedError
 
-    def _begin_here(self) -> None:
+    def _begin_here(self) -> bool:
         self._begin(self._header)
         self._state = self._arguments_ahead
+        return True
+
+
+DEEPSEEK_MARKERS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 
 
 class DeepseekCalls(SectionedCalls):
@@ -113,23 +122,22 @@ class DeepseekCalls(SectionedCalls):
 
         <｜tool▁call▁begin｜>function<｜tool▁sep｜>name, a line ```json, {...}, a line ```<｜tool▁call▁end｜>
 
-    V3.1 <｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>.
+    V3.1 <｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>. Both with or without a fence.
     """
 
-    section: ClassVar = "<｜tool▁calls▁begin｜>"
     call: ClassVar = "<｜tool▁call▁begin｜>"
     after_header: ClassVar = "<｜tool▁sep｜>"
-    openers: ClassVar = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    openers: ClassVar = DEEPSEEK_MARKERS[:2]
     trailers: ClassVar = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-    closers: ClassVar = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+    closers: ClassVar = DEEPSEEK_MARKERS[3:]
+    tags: ClassVar = ("```",)
 
     def _header_read(self) -> bool:
         if not self._skip_space():
             return False
-        if self._text[self._at] == "{":
-            self._begin_here()
-        else:
-            self._state = self._in_name
+        if self._text[self._at] in "{`<":
+            return self._fence_or_arguments()
+        self._state = self._in_name
         return True
 
     def _in_name(self) -> bool:
@@ -137,17 +145,43 @@ class DeepseekCalls(SectionedCalls):
         if name is None:
             return False
         self._header = name
-        self._state = self._fence_ahead
+        self._state = self._fence_or_arguments
         if not name:
             self._give_up()
         return True
 
-    def _fence_ahead(self) -> bool:
-        return self._expect(("```json", self._fence_read))
-
-    def _fence_read(self) -> bool:
-        self._begin_here()
+    def _fence_or_arguments(self) -> bool:
+        """Read what may follow the name of a call."""
+        if not self._skip_space():
+            return False
+        match self._text[self._at]:
+            case "{":
+                return self._begin_here()
+            case "<":
+                return self._expect(*((closer, self._without_arguments) for closer in self.closers))
+        for fence in ("```json", "```"):
+            if (starts := self._starts(fence)) is not False:
+                if starts:
+                    self._take(len(fence))
+                    self._begin_here()
+                return starts is True
+        self._give_up()
         return True
+
+    def _without_arguments(self) -> bool:
+        self._begin(self._header)
+        return self._no_arguments()
+
+
+KIMI_MARKERS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_section_end|>",
+)
 
 
 class KimiCalls(SectionedCalls):
@@ -156,12 +190,11 @@ class KimiCalls(SectionedCalls):
     What stands before the arguments is the call's id.
     """
 
-    section: ClassVar = "<|tool_calls_section_begin|>"
     call: ClassVar = "<|tool_call_begin|>"
     after_header: ClassVar = "<|tool_call_argument_begin|>"
-    openers: ClassVar = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
-    trailers: ClassVar = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
-    closers: ClassVar = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+    openers: ClassVar = KIMI_MARKERS[:3]
+    trailers: ClassVar = KIMI_MARKERS[4:]
+    closers: ClassVar = KIMI_MARKERS[4:]
 
     def _header_read(self) -> bool:
         name = _COUNT.sub("", self._header).removeprefix("functions.")

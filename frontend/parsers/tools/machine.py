@@ -33,10 +33,11 @@ class CallMachine:
     openers: ClassVar[tuple[str, ...]] = ()  # a call, or a section of calls, begins; no white space at their start
     trailers: ClassVar[tuple[str, ...]] = ()  # may follow a call, in this order, each once
     closers: ClassVar[tuple[str, ...]] = ()  # end what is left of a call that broke off
+    tags: ClassVar[tuple[str, ...]] = ()  # mean nothing in what is left of a call that broke off
 
     def __init__(self) -> None:
         self._openers = marker_finder(self.openers)
-        self._enders = marker_finder(self.closers + self.openers)
+        self._enders = marker_finder(self.closers + self.openers + self.tags)
         self._text = ""  # not read yet; `_at` is the place in it
         self._at = 0
         self._raw: list[str] = []
@@ -68,10 +69,12 @@ class CallMachine:
 
     def flush(self) -> Sequence[Event]:
         """The rest, once no text follows."""
-        rest = "".join(self._raw) + self._text
+        rest = [*self._words(), self._text]
         self._raw.clear()
         self._text = ""
-        return () if not rest or (rest.isspace() and self._calls) else (Content(rest),)
+        if not any(rest) or (self._calls and not "".join(rest).strip()):
+            return ()
+        return [Content(text) for text in rest if text]
 
     # --- for a format to say -------------------------------------------------------------------------
 
@@ -114,6 +117,8 @@ class CallMachine:
         if marker in self.openers:
             self._take(len(marker))
             self._state = self._opened(marker)
+        elif marker in self.tags:
+            self._at += len(marker)
         else:
             self._at += len(marker)
             self._end()
@@ -128,7 +133,7 @@ class CallMachine:
             self._scanner = JsonScanner()
             self._state = self._arguments
             return True
-        return self._expect(*((closer, self._no_arguments) for closer in self.closers))
+        return self._expect(*((marker, self._no_arguments) for marker in self.closers + self.tags))
 
     def _no_arguments(self) -> bool:
         self._argue("{}")
@@ -167,9 +172,16 @@ class CallMachine:
 
     def _give_up(self) -> None:
         """The next character does not belong to a call."""
-        self._say("")
+        for text in self._words():
+            self._say(text)
+        self._blank = False
         self._state = self._broken_off if self._in_call else self._outside
         self._in_call = False
+
+    def _words(self) -> list[str]:
+        """Return what was read and not yet reported, without the markup of a call that broke off."""
+        read, self._raw = self._raw, []
+        return [text for text in read if text not in self.tags] if self._in_call else ["".join(read)]
 
     def _scanned(self, then: State) -> bool:
         """Go on where the scanner's value is over, give up where it broke."""

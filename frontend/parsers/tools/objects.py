@@ -92,10 +92,11 @@ class JsonCalls(CallMachine):
         self._state = self._next_ahead
 
     def _begin_arguments(self, char: str) -> None:
-        if self._argued or char not in '{"n':
+        if self._argued or char not in '{"n[':
             self._give_up()
-        elif char == "n":
-            self._state = self._in_other
+        elif char in "n[":
+            self._string.clear()
+            self._state = self._in_no_arguments
         elif char == '"':
             self._string.clear()
             self._state = self._in_arguments_string
@@ -106,12 +107,27 @@ class JsonCalls(CallMachine):
             self._after_arguments = self._next_ahead
             self._state = self._arguments if self._named else self._in_early_arguments
 
+    def _in_no_arguments(self) -> bool:
+        """Read null or an empty list in place of an object."""
+        self._string.append(self._scan(len(self._text)))
+        return self._scanned(self._no_arguments_read)
+
+    def _no_arguments_read(self) -> bool:
+        if json.loads("".join(self._string)):
+            self._give_up()
+        else:
+            self._state = self._next_ahead
+        return True
+
     def _in_arguments_string(self) -> bool:
         self._string.append(self._scan(len(self._text)))
         return self._scanned(self._arguments_string_read)
 
     def _arguments_string_read(self) -> bool:
         arguments: str = json.loads("".join(self._string))
+        if not arguments.strip():
+            self._state = self._next_ahead
+            return True
         if not (arguments.startswith("{") and is_json(arguments) and encodable(arguments)):
             self._give_up()
             return True

@@ -28,6 +28,8 @@ class PythonicCalls(CallMachine):
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
         self._known = frozenset(tool.name for tool in tools)
+        self._keys = {tool.name: _names_of(tool) for tool in tools}
+        self._name = ""
         self._word_read = ""
         self._arguments_told = 0  # of the call that is open
         self._depth = 0  # of brackets, within a value
@@ -56,7 +58,8 @@ class PythonicCalls(CallMachine):
         return self._expect(("(", self._name_read))
 
     def _name_read(self) -> bool:
-        self._begin(self._word_read)
+        self._name = self._word_read
+        self._begin(self._name)
         self._arguments_told = 0
         self._state = self._argument_or_end
         return True
@@ -70,19 +73,28 @@ class PythonicCalls(CallMachine):
         if (keyword := self._word(_KEYWORD_RUN)) is None:
             return False
         self._word_read = keyword
-        self._state = self._equals_ahead
-        if not keyword:
-            self._give_up()
+        self._state = self._equals_or_value
         return True
 
-    def _equals_ahead(self) -> bool:
-        return self._expect(("=", self._value_ahead))
+    def _equals_or_value(self) -> bool:
+        """Read on after a word: the name of an argument, or the value of one that is given by its place."""
+        if not self._skip_space():
+            return False
+        if self._word_read and self._text[self._at] == "=":
+            self._take(1)
+            self._raw.clear()
+            return self._begin_value(self._word_read)
+        keys = self._keys.get(self._name, ())
+        if self._arguments_told < len(keys):
+            self._raw = [self._word_read]
+            return self._begin_value(keys[self._arguments_told])
+        self._give_up()
+        return True
 
-    def _value_ahead(self) -> bool:
-        """The name of the argument goes out, so that of a value that is no literal only the value is prose."""
-        self._argue(("{" if not self._arguments_told else ", ") + quoted(self._word_read) + ": ")
+    def _begin_value(self, key: str) -> bool:
+        """Begin a value, of which `_raw` holds what was read."""
+        self._argue(("{" if not self._arguments_told else ", ") + quoted(key) + ": ")
         self._arguments_told += 1
-        self._raw.clear()
         self._depth, self._quote, self._escaped = 0, "", False
         self._state = self._in_value
         return True
@@ -142,6 +154,11 @@ class PythonicCalls(CallMachine):
 
     def _next_call_ahead(self) -> bool:
         return self._expect((",", self._name_ahead), ("]", self._call_read))
+
+
+def _names_of(tool: Tool) -> tuple[str, ...]:
+    properties = tool.parameters.get("properties")
+    return tuple(properties) if isinstance(properties, dict) else ()
 
 
 def _end_of_run(run: re.Pattern[str], text: str, at: int) -> int:

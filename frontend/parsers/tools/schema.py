@@ -123,7 +123,7 @@ def _resolve(pointer: str, root: object) -> object:
 
 def required_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """Return the schema of an answer that calls at least one of `tools`, without `parallel` exactly one: see
-    `CallsAsJson`.
+    `forced_calls`.
 
     Definitions of the tools move to the root, under names of their own, and references follow them.
     Raises InvalidRequestError if a schema is nested too deep.
@@ -137,7 +137,7 @@ def required_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def named_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of an answer that is the arguments of one call of `tool`: see `ArgumentsAsJson`."""
+    """Return the schema of an answer that is the arguments of one call of `tool`: see `forced_arguments`."""
     return {"type": "object", **tool.parameters}
 
 

@@ -9,13 +9,20 @@ from kvmesh.frontend.parsers.text import escaped, marker_finder, quoted
 from kvmesh.frontend.parsers.tools.machine import CallMachine, State
 from kvmesh.frontend.parsers.tools.schema import TEXT, argument_types, typed
 
-_KEY_RUN = re.compile(r"[^<>\n]*")
+_KEY_RUN = re.compile(r"[^<>\n=]*")
+
+
+def _value_ends(outer: str) -> tuple[str, ...]:
+    """Return what ends a value of Qwen 3 Coder, each with the line break before it and without."""
+    ends = ("</parameter>", "<parameter=", "</function>", outer)
+    return tuple([lead + end for lead in ("\n", "") for end in ends])
 
 
 class TaggedCalls(CallMachine):
     """The states within a value. Strings go out as they come, all else when it is complete."""
 
-    value_ends: ClassVar[tuple[str, ...]] = ()
+    value_end: ClassVar = ""  # closes a value
+    value_ends: ClassVar[tuple[str, ...]] = ()  # also what shows that the value was not closed
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         super().__init__()
@@ -62,9 +69,11 @@ class TaggedCalls(CallMachine):
     def _in_value(self) -> bool:
         where, marker = self._value_ends.find(self._text, self._at)
         self._more_value(self._text[self._at : where])
-        self._at = where + len(marker)
+        self._at = where
         if not marker:
             return False
+        if marker.strip() == self.value_end:
+            self._at += len(marker)
         self._argue('"' if self._types == TEXT else typed("".join(self._raw), self._types))
         self._raw.clear()
         self._state = self._argument_or_end
@@ -101,10 +110,12 @@ class QwenCoderCalls(TaggedCalls):
     openers: ClassVar = ("<tool_call>", "<function=")
     trailers: ClassVar = ("</function>", "</tool_call>")
     closers: ClassVar = ("</function>", "</tool_call>")
-    value_ends: ClassVar = ("\n</parameter>", "</parameter>")
+    tags: ClassVar = ("<parameter=", "</parameter>")
+    value_end: ClassVar = "</parameter>"
+    value_ends: ClassVar = _value_ends("</tool_call>")
 
     def _opened(self, marker: str) -> State:
-        return self._function_ahead if marker == "<tool_call>" else self._in_name
+        return self._in_name if marker == "<function=" else self._function_ahead
 
     def _function_ahead(self) -> bool:
         return self._expect(("<function=", self._in_name))
@@ -121,12 +132,21 @@ class QwenCoderCalls(TaggedCalls):
         return True
 
     def _argument_or_end(self) -> bool:
-        return self._expect(
-            ("<parameter=", self._in_key), ("</function>", self._arguments_end), ("</tool_call>", self._arguments_end)
-        )
+        ends = [(closer, self._arguments_end) for closer in self.closers]
+        return self._expect(("<parameter=", self._in_key), ("</parameter>", self._argument_or_end), *ends)
 
     def _key_end(self) -> bool:
-        return self._expect((">", self._value_ahead))
+        """Read on after a key: `>`, or `=` in its place, or before it."""
+        if self._at == len(self._text):
+            return False
+        if self._text[self._at] == "=":
+            self._take(1)
+        elif self._text[self._at] == ">":
+            self._take(1)
+            self._state = self._value_ahead
+        else:
+            return self._begin_value()
+        return True
 
     def _value_ahead(self) -> bool:
         if self._at == len(self._text):
@@ -134,6 +154,15 @@ class QwenCoderCalls(TaggedCalls):
         if self._text[self._at] == "\n":
             self._at += 1
         return self._begin_value()
+
+
+class SeedCalls(QwenCoderCalls):
+    """Reads Seed-OSS's calls: those of Qwen 3 Coder between other outer tags."""
+
+    openers: ClassVar = ("<seed:tool_call>", "<function=")
+    trailers: ClassVar = ("</function>", "</seed:tool_call>")
+    closers: ClassVar = ("</function>", "</seed:tool_call>")
+    value_ends: ClassVar = _value_ends("</seed:tool_call>")
 
 
 class GlmCalls(TaggedCalls):
@@ -145,7 +174,9 @@ class GlmCalls(TaggedCalls):
     openers: ClassVar = ("<tool_call>",)
     trailers: ClassVar = ("</tool_call>",)
     closers: ClassVar = ("</tool_call>",)
-    value_ends: ClassVar = ("</arg_value>",)
+    tags: ClassVar = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    value_end: ClassVar = "</arg_value>"
+    value_ends: ClassVar = ("</arg_value>", "<arg_key>", "</tool_call>")
 
     def _opened(self, marker: str) -> State:
         return self._name_ahead
@@ -170,7 +201,27 @@ class GlmCalls(TaggedCalls):
         return self._expect(("</arg_key>", self._value_tag_ahead))
 
     def _value_tag_ahead(self) -> bool:
-        return self._expect(("<arg_value>", self._begin_value))
+        """Read on after a key. Models leave tags out, or write them twice."""
+        if not self._skip_space():
+            return False
+        rest = self._text[self._at :]
+        if rest[0] == "<" and any(tag.startswith(rest) for tag in self.tags + self.closers):
+            return False  # too early to say
+        for tag, state in (
+            ("<arg_value>", self._begin_value),
+            ("</arg_key>", self._value_tag_ahead),
+            ("<arg_key>", self._in_key),
+            ("</tool_call>", self._arguments_end),
+        ):
+            if rest.startswith(tag):
+                self._take(len(tag))
+                self._state = state
+                return True
+        return self._begin_value()
 
     def _argument_or_end(self) -> bool:
-        return self._expect(("<arg_key>", self._in_key), ("</tool_call>", self._arguments_end))
+        return self._expect(
+            ("<arg_key>", self._in_key),
+            ("</arg_value>", self._argument_or_end),
+            ("</tool_call>", self._arguments_end),
+        )

@@ -58,7 +58,7 @@ def test_a_call_begins_before_its_unchanged_arguments() -> None:
     parser = HARMONY.open(False)
     assert parser.push("<|channel|>commentary to=functions.f <|constrain|>json<|mess") == []
     assert parser.push("age|>") == [CallBegun(0, "f")]
-    assert list(parser.push('\n{"a": ')) == [CallArguments(0, '\n{"a": ')]
+    assert list(parser.push('\n{"a": "')) == [CallArguments(0, '{"a": "')]
     assert parser.push("1 <") == [CallArguments(0, "1 ")]
 
 
@@ -68,13 +68,13 @@ def test_a_preamble_is_prose_and_calls_are_numbered() -> None:
         f"<|channel|>commentary to=functions.a <|constrain|>json<|message|>{WEATHER}<|call|>"
         f"<|start|>assistant<|channel|>commentary to=functions.b <|constrain|>json<|message|>[]<|call|>"
     )
-    assert read(text) == [Reasoning("plan"), Content("I look it up."), *call(0, "a", WEATHER), *call(1, "b", "[]")]
+    assert read(text) == [Reasoning("plan"), Content("I look it up."), *call(0, "a", WEATHER), *call(1, "b", "{}")]
 
 
 def test_a_call_without_arguments_has_an_empty_object() -> None:
     assert read("<|channel|>commentary to=functions.now<|message|><|call|>") == call(0, "now", "{}")
     assert read("<|channel|>commentary to=functions.now<|message|>") == call(0, "now", "{}")
-    assert read("<|channel|>commentary to=functions.now<|message|>\n<|call|>") == call(0, "now", "\n{}")
+    assert read("<|channel|>commentary to=functions.now<|message|>\n<|call|>") == call(0, "now", "{}")
 
 
 def test_what_goes_to_a_built_in_tool_is_thoughts() -> None:
@@ -108,24 +108,32 @@ def test_prose_that_begins_like_a_recipient_is_prose() -> None:
 
 def test_a_broken_header_is_shown_and_reading_continues() -> None:
     assert read(f"<|channel|>?? what{NEXT}{ANALYSIS}hm{NEXT}{FINAL}4.") == [
-        Content("<|channel|>?? what"),
+        Content("?? what"),
         Reasoning("hm"),
         Content("4."),
     ]
-    assert read(f"{ANALYSIS}hm{NEXT}<|channel|>fin") == [Reasoning("hm"), Content("<|start|>assistant<|channel|>fin")]
+    assert read(f"{ANALYSIS}hm{NEXT}<|channel|>fin") == [Reasoning("hm"), Content("assistantfin")]
 
 
 @pytest.mark.parametrize(
-    "header", ["<|channel|>secret", "<|channel|>", "<|channel|>final<|channel|>final", "<|start|>me"]
+    ("header", "words"), [("<|channel|>secret", "secret"), ("<|channel|>", ""), ("<|start|>me", "me")]
 )
-def test_a_header_that_makes_no_sense_is_shown_as_written(header: str) -> None:
-    assert read(f"{header}<|message|>hi<|end|>") == [Content(f"{header}<|message|>hi")]
+def test_a_header_that_makes_no_sense_is_shown_without_its_markers(header: str, words: str) -> None:
+    assert read(f"{header}<|message|>hi<|end|>") == [Content(f"{words}hi")]
+
+
+def test_a_second_channel_begins_the_header_again_and_keeps_the_recipient() -> None:
+    doubled = "<|channel|>analysis<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
+    text = f"{doubled} to=functions.f<|channel|>commentary <|constrain|>json<|message|>{WEATHER}<|call|>"
+    assert read(text) == [Reasoning("hm"), *call(0, "f", WEATHER)]
+    assert read(f"<|channel|>commentary to=functions.f<|channel|><|message|>{WEATHER}") == call(0, "f", WEATHER)
+    assert read("<|channel|>final<|channel|>final<|message|>hi") == [Content("hi")]
 
 
 def test_a_header_has_a_greatest_length() -> None:
     name = "f" * MAX_HEADER_CHARS
     text = f"<|channel|>commentary to=functions.{name}<|message|>{{}}"
-    assert read(text) == [Content(text)]
+    assert read(text) == [Content(f"commentary to=functions.{name}{{}}")]
 
 
 def test_a_message_ends_also_where_the_next_begins() -> None:
@@ -135,7 +143,7 @@ def test_a_message_ends_also_where_the_next_begins() -> None:
 
 def test_whitespace_between_messages_is_dropped_and_text_there_is_prose() -> None:
     assert read(f"{ANALYSIS}hm<|end|>\n<|start|>assistant{FINAL}4.<|return|>\n") == [Reasoning("hm"), Content("4.")]
-    assert read(f"{ANALYSIS}hm<|end|>\nso <|message|>4.") == [Reasoning("hm"), Content("so <|message|>4.")]
+    assert read(f"{ANALYSIS}hm<|end|>\nso <|message|>4.") == [Reasoning("hm"), Content("so 4.")]
 
 
 def test_a_message_without_a_channel_is_prose() -> None:

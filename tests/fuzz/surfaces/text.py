@@ -8,7 +8,7 @@ from kvmesh.frontend.parsers.chain import ChainedParser, merge
 from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
 from kvmesh.frontend.parsers.harmony import HARMONY
 from kvmesh.frontend.parsers.reasoning import REASONING_PARSERS
-from kvmesh.frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
+from kvmesh.frontend.parsers.tools import TOOL_PARSERS, forced_arguments, forced_calls
 from kvmesh.frontend.templates import ChatTemplate
 from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 
@@ -31,8 +31,8 @@ OPENERS: list[Open] = [
     *(_tools(name) for name in TOOL_PARSERS),
     *(_thoughts(name, is_open) for name in REASONING_PARSERS for is_open in (False, True)),
     lambda: HARMONY.open(False),
-    CallsAsJson,
-    lambda: ArgumentsAsJson("f"),
+    forced_calls,
+    lambda: forced_arguments("f"),
     lambda: ChainedParser(REASONING_PARSERS["qwen3"].open(False), TOOL_PARSERS["hermes"].open(TOOLS)),
     lambda: AllowedCalls(TOOL_PARSERS["hermes"].open(TOOLS), frozenset("g")),
 ]

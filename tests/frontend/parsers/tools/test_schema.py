@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Tool
-from kvmesh.frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, named_schema, required_schema
+from kvmesh.frontend.parsers.tools import forced_arguments, forced_calls, named_schema, required_schema
 from kvmesh.frontend.parsers.tools.schema import ANY_TYPE, argument_types, typed
 from kvmesh.protocol.errors import InvalidRequestError
 from tests.frontend.parsers.streams import call, run
@@ -136,15 +136,16 @@ def test_a_named_call_is_its_arguments() -> None:
 
 def test_an_answer_held_to_required_calls_is_read_as_calls() -> None:
     text = '[\n{"name": "f", "parameters": {"a": "]"}}, {"name": "g", "parameters": {}}]'
-    assert run(CallsAsJson(), list(text)) == [*call(0, "f", '{"a": "]"}'), *call(1, "g", "{}")]
+    assert run(forced_calls(), list(text)) == [*call(0, "f", '{"a": "]"}'), *call(1, "g", "{}")]
 
 
 def test_an_answer_held_to_one_call_is_all_arguments() -> None:
-    parser = ArgumentsAsJson("f")
-    assert list(parser.push(' {"a"')) == [CallBegun(0, "f"), CallArguments(0, '{"a"')]
-    assert run(ArgumentsAsJson("f"), list('{"a": 1}\n')) == call(0, "f", '{"a": 1}')
+    parser = forced_arguments("f")
+    assert list(parser.push(' {"a"')) == [CallBegun(0, "f")]
+    assert list(parser.push(': "')) == [CallArguments(0, '{"a": "')]
+    assert run(forced_arguments("f"), list('{"a": 1}\n')) == call(0, "f", '{"a": 1}')
 
 
 def test_an_answer_that_escaped_its_guide_is_prose() -> None:
-    assert run(CallsAsJson(), ["I would rather [not]"]) == [Content("I would rather [not]")]
-    assert run(ArgumentsAsJson("f"), ["No {}"]) == [Content("No {}")]
+    assert run(forced_calls(), ["I would rather [not]"]) == [Content("I would rather [not]")]
+    assert run(forced_arguments("f"), ["No {}"]) == [Content("No {}")]
