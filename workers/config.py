@@ -11,6 +11,7 @@ from kvmesh.mesh.discovery import DiscoveryUrl
 from kvmesh.mesh.http.browsers import AllowedHosts
 from kvmesh.mesh.identity.credentials import MeshProbes, MeshTls
 from kvmesh.mesh.telemetry import LogFormat, LogLevel, Namespace
+from kvmesh.protocol.card_checks import MAX_NAME_CHARS
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import Role
 from kvmesh.protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
@@ -30,7 +31,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str, Meta(description="vllm, sglang, trtllm: flags of the engine itself; or give them after --")
     ] = ""
     model_path: Annotated[str, Meta(description="Hugging Face folder (mock, attach: of the tokenizer)")]
-    model: Annotated[str, Meta(description="name the model is served under; default: that of its folder")] = ""
+    model: Annotated[
+        str, Meta(max_length=MAX_NAME_CHARS, description="name the model is served under; default: that of its folder")
+    ] = ""
     random_weights: Annotated[
         bool, Meta(description="torch, vllm: make weights up, the folder has only config.json")
     ] = False

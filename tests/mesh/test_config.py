@@ -216,3 +216,15 @@ settings = st.builds(
 def test_to_flags_is_the_inverse_of_load(wanted: Settings) -> None:
     env = {"KVMESH_ROUTER_BLOCK_SIZE": "77", "KVMESH_ROUTER_TOKEN": "other"}
     assert read(*to_flags(wanted), env=env) == wanted
+
+
+def test_a_long_value_is_shortened_in_its_error() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(f"--policy={'x' * 5000}")
+    assert "5000 characters" in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    """An ASCII locale hands them over as surrogates."""
+    with pytest.raises(ConfigError, match="--name is not UTF-8"):
+        read("--name=m\udcc3\udcb6del")
