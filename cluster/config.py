@@ -12,6 +12,7 @@ from kvmesh.frontend.config import FrontendConfig
 from kvmesh.mesh.config import Group, load_with_groups
 from kvmesh.mesh.telemetry import LogLevel, Namespace
 from kvmesh.planner.connectors.local_api import MAX_WORKERS
+from kvmesh.protocol.card_checks import MAX_NAME_CHARS
 from kvmesh.protocol.messages import Role
 from kvmesh.router.config import RouterConfig
 from kvmesh.workers.config import WorkerConfig
@@ -77,7 +78,10 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "embedded"
     )
     model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
-    model: Annotated[str, Meta(description="name the model is served under; default: tiny, or that of its folder")] = ""
+    model: Annotated[
+        str,
+        Meta(max_length=MAX_NAME_CHARS, description="name the model is served under; default: tiny, or its folder's"),
+    ] = ""
     engine: Annotated[StartedEngineName, Meta(description=ENGINE_HELP)] = "torch"
     memory_gib: Annotated[
         float,

@@ -1,6 +1,8 @@
 """The `kvmesh` command."""
 
+import codecs
 import importlib
+import io
 import os
 import sys
 
@@ -48,6 +50,8 @@ OF_LABORATORY = (  # earlier spellings: `kvmesh faults` is `kvmesh lab faults`
     "soak",
 )
 ABOUT = ("help", "-h", "--help", "--help-all", "--version")
+IN_ASCII = "kvmesh: in ascii"  # name of the handler of characters that an encoding does not have
+LOOKALIKES = {"█": "#", "━": "=", "─": "-", "░": ".", "–": "-", "→": ">", "…": "."}  # each as wide as before
 SERVICES = ("frontend", "router", "worker", "memory")  # they read their own arguments
 
 
@@ -101,6 +105,17 @@ def open_standard_streams() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process runs
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    codecs.register_error(IN_ASCII, in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors=IN_ASCII)
+
+
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return what a terminal without Unicode shows instead of characters that it does not have."""
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    return "".join(LOOKALIKES.get(char, "?") for char in missing), error.end
 
 
 def show_children_this_checkout() -> None:

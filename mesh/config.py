@@ -25,6 +25,7 @@ from kvmesh.protocol.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+MAX_SHOWN_CHARS = 200  # of a value in an error
 _FALSE = ("false", "0", "no", "off")
 _TRUE = ("true", "1", "yes", "on")
 _NONE = "none"
@@ -432,15 +433,27 @@ def _build(schema: type[T], options: Mapping[str, _Option], given: Mapping[str, 
 
 def _value(option: _Option, given: Given) -> object:
     """Return the value of one option. Raises ConfigError, which names the place and the accepted values."""
+    if not all(map(_is_unicode, given.texts)):
+        raise ConfigError(f"bad setting: {given.source} is not UTF-8", hint="set LC_ALL=C.UTF-8, or write it in ASCII")
     value = _from_texts(option, given.texts) if given.texts else given.value
     try:
         return msgspec.convert(value, option.annotation)
     except msgspec.ValidationError as error:
-        shown = ",".join(given.texts) if given.texts else given.value
+        shown = _shortened(",".join(given.texts)) if given.texts else given.value
         detail = str(error).removesuffix(" - at `$`")
         raise ConfigError(
             f"bad setting: {given.source} is {shown!r}", hint=f"want {_kind_text(option)} ({detail})"
         ) from error
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether the bytes of an argument could be decoded: the others become surrogates, which nothing encodes."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _shortened(text: str) -> str:
+    """Return a text for an error, which is one line."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
 def _from_texts(option: _Option, texts: Sequence[str]) -> object:

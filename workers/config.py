@@ -9,6 +9,7 @@ from kvmesh.kvcache.tiers.place import check_endpoint, place_of
 from kvmesh.kvevents.connect import SERVER_USAGE
 from kvmesh.mesh.identity.credentials import MeshProbes
 from kvmesh.mesh.service_config import MemberConfig
+from kvmesh.protocol.card_checks import MAX_NAME_CHARS
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import Role
 from kvmesh.protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
@@ -35,7 +36,9 @@ class WorkerConfig(MemberConfig, frozen=True, kw_only=True, forbid_unknown_field
         str, Meta(description="vllm, sglang, trtllm: flags of the engine itself; or give them after --")
     ] = ""
     model_path: Annotated[str, Meta(description="Hugging Face folder (mock, attach: of the tokenizer)")]
-    model: Annotated[str, Meta(description="name the model is served under; default: that of its folder")] = ""
+    model: Annotated[
+        str, Meta(max_length=MAX_NAME_CHARS, description="name the model is served under; default: that of its folder")
+    ] = ""
     random_weights: Annotated[
         bool, Meta(description="torch, vllm: make weights up, the folder has only config.json")
     ] = False

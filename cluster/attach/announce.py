@@ -14,6 +14,7 @@ from kvmesh.cluster.attach.command import split_urls
 from kvmesh.cluster.attach.servers import ANNOUNCED, ServerEntry, name_of
 from kvmesh.mesh.config import load
 from kvmesh.mesh.discovery import DiscoveryUrl, open_discovery
+from kvmesh.mesh.discovery.file import leaving_no_folder
 from kvmesh.mesh.lifecycle import run
 from kvmesh.mesh.telemetry import LogLevel
 from kvmesh.protocol.errors import ConfigError
@@ -47,7 +48,8 @@ def main(argv: list[str]) -> int:
     if len(urls) != 1:
         raise ConfigError(f"{len(urls)} servers to announce", hint="`kvmesh announce http://host:port`, one at a time")
     entry = entry_of(config, urls[0])
-    return run(lambda stop: announce(config.discovery, entry, stop))
+    with leaving_no_folder(config.discovery):
+        return run(lambda stop: announce(config.discovery, entry, stop))
 
 
 def entry_of(config: AnnounceConfig, url: str) -> ServerEntry:

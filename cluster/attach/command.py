@@ -8,6 +8,7 @@ from rich.console import Console
 from kvmesh.cluster.attach.attaching import attach
 from kvmesh.cluster.attach.servers import AttachConfig, entries_of, process_specs
 from kvmesh.mesh.config import load
+from kvmesh.mesh.discovery.file import leaving_no_folder
 from kvmesh.mesh.lifecycle import run
 
 DESCRIPTION = (
@@ -30,7 +31,12 @@ def main(argv: list[str]) -> int:
     )
     specs = process_specs(config, entries_of(config, urls))
     console = Console(highlight=False)
-    return run(lambda stop: attach(config, specs, stop, lambda line: console.print(line, soft_wrap=True, markup=False)))
+
+    def tell(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False)
+
+    with leaving_no_folder(config.discovery):
+        return run(lambda stop: attach(config, specs, stop, tell))
 
 
 def split_urls(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ from kvmesh.mesh.config import to_flags
 from kvmesh.mesh.discovery import DiscoveryUrl
 from kvmesh.mesh.supervisor import ProcessSpec
 from kvmesh.mesh.telemetry import LogLevel
+from kvmesh.protocol.card_checks import MAX_NAME_CHARS
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.messages import Role
 from kvmesh.protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP
@@ -28,7 +29,9 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     role: Annotated[Role, Meta(description="of the servers named as words")] = Role.AGGREGATED
     kv_events: Annotated[str, Meta(description="KV events of the one server, tcp://host:port; default: ask it")] = ""
     replay: Annotated[str, Meta(description="replay socket of the same")] = ""
-    model: Annotated[str, Meta(description="model, as the servers call it; default: the one they have")] = ""
+    model: Annotated[
+        str, Meta(max_length=MAX_NAME_CHARS, description="model, as the servers call it; default: the one they have")
+    ] = ""
     model_path: Annotated[
         str, Meta(description="Hugging Face folder of its tokenizer; default: the server's, if it is on this host")
     ] = ""

@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -47,6 +47,23 @@ class _Found:
     mtime_ns: int
     since_s: float  # when this time was first seen, by our clock
     value: bytes
+
+
+@contextlib.contextmanager
+def leaving_no_folder(discovery_url: str) -> Iterator[None]:
+    """Remove the folders of a discovery directory that appear while the block runs, if they are empty at its end.
+
+    A frontend that uses the directory has its card there, so it keeps the directory.
+    """
+    scheme, _, name = discovery_url.partition(":")
+    path = Path(name).absolute()
+    new = [folder for folder in (path, *path.parents) if not folder.exists()] if scheme == "file" else []
+    try:
+        yield
+    finally:
+        for folder in new:  # the deepest first
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 class FileDiscovery:

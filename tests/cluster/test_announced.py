@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 import pytest_asyncio
 
 from kvmesh.cluster.attach.announce import AnnounceConfig, entry_of
-from kvmesh.cluster.attach.attaching import Announced
+from kvmesh.cluster.attach.attaching import Announced, attach
 from kvmesh.cluster.attach.servers import AttachConfig, read_announced
 from kvmesh.mesh.config import load
+from kvmesh.mesh.discovery.file import leaving_no_folder
 from kvmesh.mesh.discovery.memory import MemoryDiscovery
 from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
 from kvmesh.protocol.errors import ConfigError, MeshError
@@ -133,3 +135,25 @@ async def test_one_that_cannot_be_attached_does_not_end_the_others(following: Fo
     give_up(ConfigError("no tokenizer"))
     assert following.told == ["a is not attached: no tokenizer"]
     assert not following.supervisor.failed.is_set()
+
+
+async def test_attach_leaves_nothing_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, stop, told = AttachConfig(discover=True), asyncio.Event(), list[str]()
+    with leaving_no_folder(config.discovery):
+        attaching = asyncio.create_task(attach(config, [], stop, told.append))
+        async with asyncio.timeout(PATIENCE_S):
+            while not (tmp_path / ".run" / "discovery").exists():
+                await asyncio.sleep(0.01)
+        stop.set()
+        await attaching
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_others_use_stays(tmp_path: Path) -> None:
+    used, old = tmp_path / "used", tmp_path / "old"
+    old.mkdir()
+    with leaving_no_folder(f"file:{used}/discovery"), leaving_no_folder(f"file:{old}"):
+        (used / "discovery").mkdir(parents=True)
+        (used / "discovery" / "frontends.key").write_text("a card")
+    assert old.exists() and (used / "discovery" / "frontends.key").exists()

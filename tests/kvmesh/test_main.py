@@ -1,5 +1,6 @@
 """The `kvmesh` command as a shell runs it."""
 
+import codecs
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.__main__ import COMMANDS, GROUPS, OF_LABORATORY, usage
+from kvmesh.__main__ import COMMANDS, GROUPS, IN_ASCII, OF_LABORATORY, in_ascii, usage
 from kvmesh.commands import laboratory
 from kvmesh.commands.bench import parts
 from kvmesh.lab import commands as lab
@@ -79,6 +80,22 @@ def test_the_version_is_that_of_the_release() -> None:
 def test_help_with_a_command_is_the_help_of_the_command() -> None:
     assert kvmesh("help", "planner", "explain").stdout == kvmesh("planner", "explain", "--help").stdout != ""
     assert kvmesh("help").stdout.rstrip() == usage()
+
+
+def test_an_ascii_terminal_gets_lookalikes() -> None:
+    codecs.register_error(IN_ASCII, in_ascii)
+    shown = "█░ 5 → 7 – ü"
+    assert shown.encode("ascii", IN_ASCII).decode() == "#. 5 > 7 - ?"
+    code = f"from kvmesh.__main__ import open_standard_streams; open_standard_streams(); print({shown!r})"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert (printed.stdout, printed.stderr) == ("#. 5 > 7 - ?\n", "")
+
+
+def test_a_model_name_that_is_too_long_is_one_line() -> None:
+    command = kvmesh("up", "--model", "m" * 300)
+    [line] = command.stderr.splitlines()
+    assert command.returncode == 2 and "--model" in line and "<= 256" in line
 
 
 def test_piped_output_has_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,3 +280,15 @@ def test_no_setting_is_removed_and_there() -> None:
     for prefix, schema in {**schemas, "KVMESH_PLANNER_": ServiceConfig}.items():
         removed = {name for names in removed_settings(prefix) for name in names}
         assert removed.isdisjoint(row.env.removeprefix(prefix).lower() for row in describe(schema, prefix=prefix))
+
+
+def test_a_long_value_is_shortened_in_its_error() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(f"--policy={'x' * 5000}")
+    assert "5000 characters" in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    """An ASCII locale hands them over as surrogates."""
+    with pytest.raises(ConfigError, match="--name is not UTF-8"):
+        read("--name=m\udcc3\udcb6del")

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import logging
 import shutil
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 from kvmesh.kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from kvmesh.kvevents.subscriber import KvEventSubscriber
 from kvmesh.kvevents.transport import KvSource
+from kvmesh.mesh.short_folder import short_folder
 from kvmesh.protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
 from kvmesh.protocol.events import Digest, KvEvent
 from kvmesh.protocol.ids import WorkerId
@@ -223,7 +223,7 @@ class SglangEngine:
         """Files for one rank. For more, ports that follow each other: SGLang counts from the first one."""
         ranks = self._flags.dp_size
         if ranks == 1:
-            folder = tempfile.mkdtemp(prefix="kvmesh-sglang-")
+            folder = short_folder("kvmesh-sglang-", "events")
             self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
             return EventEndpoints(f"ipc://{folder}/events", f"ipc://{folder}/replay")
         first = free_ports(2 * ranks)

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvmesh.mesh.short_folder import short_folder
 from kvmesh.protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, TransferError
 from kvmesh.protocol.events import Digest, KvEvent
 from kvmesh.protocol.ids import RequestId, WorkerId, new_generation
@@ -86,7 +86,7 @@ class VllmEngine:
         self._config = config
         self._model_path = str(Path(config.model_path).resolve())
         self._open_vllm = open_vllm
-        self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-vllm-"))
+        self._folder = short_folder("kvmesh-vllm-", "events")
         try:
             self._first_adapters = [_read_adapter(name, path) for name, path in parse_adapters(config.loras, name)]
             self._plan = self._plan_start()
