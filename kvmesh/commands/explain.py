@@ -29,6 +29,7 @@ from kvmesh.protocol.errors import ConfigError, UnreachableError
 from kvmesh.protocol.messages import CandidateReport, Explanation, Target, WorkerCard, unpack_tokens
 
 TIMEOUT_S = 30.0
+WIDE = 100  # columns of a terminal where a note has a column of its own
 LEGS = {"whole": "prompt and answer", "prefill": "the prompt", "decode": "the answer"}
 TIERS = ("device", "host", "disk", "elsewhere")
 
@@ -171,7 +172,7 @@ def show(reply: PlacementReply, console: Console) -> None:
     if (explanation := reply.explanation) is None:
         return
     for leg, candidates in groupby(explanation.candidates, key=lambda c: c.leg):
-        console.print(table_of(leg, list(candidates)))
+        console.print(table_of(leg, list(candidates), console.width))
     for line in unbooked(explanation.candidates):
         console.print(Text(line))
     console.print(Text(f"\nwhy     {explanation.why}"))
@@ -211,19 +212,23 @@ def where(reply: PlacementReply) -> str:
     return f"{prefill.name} would compute the prompt ({known}), {decode.name} the answer"
 
 
-def table_of(leg: str, candidates: Sequence[CandidateReport]) -> Table:
+def table_of(leg: str, candidates: Sequence[CandidateReport], width: int) -> Table:
+    """Return the candidates. In a narrow terminal figures stay whole, and a note shares a column with the terms."""
     title = f"\nWho could compute {LEGS.get(leg, leg)}; costs are in blocks"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("worker")
-    table.add_column("cost", justify="right", no_wrap=True)
+    table.add_column("worker", overflow="fold", min_width=min(16, max(len(c.worker) for c in candidates)))
+    table.add_column("cost", justify="right", no_wrap=True, min_width=max(len(f"{c.cost:g}") for c in candidates))
+    is_wide = width >= WIDE
     for name in ("cached blocks", "queued tokens", "held blocks", "requests"):
-        table.add_column(name, justify="right")
-    table.add_column("cost is made of")
-    table.add_column("")
+        table.add_column(name if is_wide else name.replace(" ", "\n"), justify="right", no_wrap=True)
+    table.add_column("cost is made of", overflow="fold")
+    if is_wide:
+        table.add_column("")
     for c in candidates:
         worker = f"{c.worker}/{c.dp_rank}" if c.dp_rank else c.worker
         counts = [f"{value:g}" for value in (c.queued_tokens, c.held_blocks, c.requests)]
-        row = [worker, f"{c.cost:g}", cached(c.overlap_blocks), *counts, terms(c), c.note]
+        last = [terms(c), c.note] if is_wide else ["; ".join(filter(None, [c.note, terms(c)]))]
+        row = [worker, f"{c.cost:g}", cached(c.overlap_blocks), *counts, *last]
         table.add_row(*map(Text, row), style="bold green" if c.note == "chosen" else "")
     return table
 

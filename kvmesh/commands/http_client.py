@@ -60,4 +60,11 @@ def message_of(content: bytes) -> str:
     try:
         return str(msgspec.json.decode(content)["error"]["message"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")
+        return beginning_of(content)
+
+
+def beginning_of(content: bytes) -> str:
+    """Return the beginning of a body for an error: one line, and no HTML."""
+    if content.lstrip()[:1] == b"<":
+        return "a page of HTML; is this the API?"
+    return " ".join(content[:200].decode(errors="replace").split())

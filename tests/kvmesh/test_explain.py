@@ -194,6 +194,14 @@ def test_blocks_in_lower_tiers_are_shown_separately(overlap: tuple[int, int, int
     assert explain.cached(overlap) == text
 
 
+def test_no_figure_and_no_name_is_cut_in_a_narrow_terminal() -> None:
+    one = report("127.0.0.1-30000", note="chosen", queued_tokens=123_456, held_blocks=2047, cost=1234.56)
+    text = shown(reply_with(one), width=80)
+    for whole in ("127.0.0.1-30000", "123456", "2047", "1234.56", "chosen"):
+        assert whole in text, text
+    assert "…" not in text
+
+
 def test_names_are_no_markup() -> None:
     assert "[bold]" in shown(reply_with(report("[bold]")))
 

@@ -15,6 +15,7 @@ from kvmesh.commands.bench.reading import StreamReading
 from kvmesh.commands.bench.results import EndpointFacts
 from kvmesh.commands.bench.texts import TextMaker, plain_words, words_of_one_token
 from kvmesh.commands.bench.workload import merged_body
+from kvmesh.commands.http_client import beginning_of
 from kvmesh.protocol.errors import ConfigError
 
 SHORT_WORDS, LONG_WORDS = 64, 320
@@ -182,7 +183,7 @@ async def _models(url: str, api_key: str) -> tuple[list[str], str]:
         async with session.get(f"{url}/v1/models") as reply:
             body = await reply.read()
             if reply.status != 200:
-                raise OSError(f"status {reply.status}: {body[:200].decode(errors='replace')}")
+                raise OSError(f"status {reply.status}: {beginning_of(body)}")
             server = reply.headers.get("server", "")
             owners = msgspec.json.decode(body, type=_Models)
         try:

@@ -7,6 +7,8 @@ times of the tokens, never the answer itself (except its text, where a conversat
 import msgspec
 from msgspec import Struct
 
+from kvmesh.commands.http_client import beginning_of
+
 MOST_EVENT_BYTES = 4 << 20
 # Kinds of failures. The status of an HTTP error is appended to `http`.
 NO_CONNECTION, CUT, TIMEOUT, HTTP, ERROR_EVENT = "no connection", "cut short", "timeout", "http", "error event"
@@ -149,7 +151,7 @@ class StreamReading:
     def end(self, status: int, why: str, body: bytes = b"") -> None:
         """Note that the answer is over. `why`: the kind of failure that the connection saw, "" for none."""
         if status and status != 200:
-            self._fail(f"{HTTP} {status}", body[:200].decode(errors="replace"))
+            self._fail(f"{HTTP} {status}", beginning_of(body))
         elif self.failure:
             return
         elif why:

@@ -16,6 +16,7 @@ ROLE_STYLES = {"prefill": "yellow", "decode": "cyan", "aggregated": "magenta"}
 KIND_STYLES = {"joined": "green", "returned": "green", "well": "green", "planner": "blue", "left": "dim"}
 STATE_STYLES = {"ok": "green", "new": "green", "recovering": "yellow"}
 BAR = 12
+WIDE = 100  # columns of a terminal where bars and whole heads fit
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -29,7 +30,7 @@ def screen(mesh: ShownMesh, wanted: str, width: int, height: int, problem: str =
     streams = [s for s in mesh.listed() if matches(s.id, s.model, s.prefill, s.decode, s.phase)]
     lines = max(16, height - 8)
     many = min(len(workers), max(4, lines // 2 - 3))
-    parts: list[RenderableType] = [headline(mesh, problem), figures(mesh), worker_table(workers, many)]
+    parts: list[RenderableType] = [headline(mesh, problem), figures(mesh), worker_table(workers, many, width)]
     rest = max(6, lines - many - 6)
     parts.append(stream_table(streams, max(3, rest // 3)))
     if mesh.planner.name:
@@ -74,14 +75,15 @@ def figures(mesh: ShownMesh) -> Text:
     return line
 
 
-def worker_table(workers: Sequence[ShownWorker], most: int) -> Table:
-    """Return the busiest workers: those that are not well first."""
+def worker_table(workers: Sequence[ShownWorker], most: int, width: int) -> Table:
+    """Return the busiest workers: those that are not well first. Names and numbers are whole, the bar gives way."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, expand=False)
     for name in ("worker", "role", "health"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("KV in use", no_wrap=True, min_width=BAR + 6)
-    for name in ("requests", "to prefill", "cached blocks"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, overflow="fold")
+    has_room = width >= WIDE
+    table.add_column("KV in use" if has_room else "KV", no_wrap=True, min_width=BAR + 6 if has_room else 4)
+    for name in ("requests", "to prefill", "cached blocks") if has_room else ("requests", "queued", "cached"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=8)
     ordered = sorted(workers, key=lambda w: (is_well(w), -(w.look.requests if w.look else 0), w.role, w.name))
     for worker in ordered[:most]:
         look = worker.look
@@ -92,7 +94,7 @@ def worker_table(workers: Sequence[ShownWorker], most: int) -> Table:
             Text(plain(worker.name)[:40]),
             Text(plain(worker.role), role),
             Text("well" if state == "ok" else plain(state), STATE_STYLES.get(state, "bold red")),
-            Text(bar(used), role) + Text(f" {used:4.0%}", "dim"),
+            Text(bar(used), role) + Text(f" {used:4.0%}", "dim") if has_room else Text(f"{used:4.0%}", role),
             str(look.requests if look else 0),
             str(look.queued_tokens if look else 0),
             str(look.cached_blocks if look else 0),
@@ -109,9 +111,9 @@ def is_well(worker: ShownWorker) -> bool:
 def stream_table(streams: Sequence[ShownStream], most: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, expand=False)
     for name in ("request", "phase", "path"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in ("prompt", "cached", "answer"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name) + 1)
     for stream in streams[:most]:
         path = f"{stream.prefill} → {stream.decode}" if stream.prefill else stream.decode or "the router's queue"
         phase = stream.outcome or stream.phase

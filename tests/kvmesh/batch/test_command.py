@@ -170,7 +170,7 @@ async def test_a_page_of_a_proxy_becomes_an_error_object(server: Server, tmp_pat
     server.plan = lambda prompt, times: Reply(b"<html>", 422, "text/html")
     assert await batch(BatchConfig(url=server.url), write_input(tmp_path, ["a"])) == command.EXIT_SOME_FAILED
     [result] = results_in(tmp_path / "input.results.jsonl")
-    assert result["response"]["body"]["error"]["message"] == "<html>"
+    assert result["response"]["body"]["error"]["message"] == "a page of HTML; is this the API?"
 
 
 async def test_an_answer_that_nests_too_deep_becomes_an_error_object(server: Server, tmp_path: Path) -> None:
