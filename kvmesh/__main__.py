@@ -22,7 +22,6 @@ OF_CORE = {
     "keys": ("kvmesh.commands.keys", "make and show the lines of a file of API keys"),
     "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),
-    "memory": ("kvmesh.workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
     "whatif": ("kvmesh.commands.whatif", "recent requests again, simulated with other workers, caches or policies"),
     "lab": (
         "kvmesh.commands.laboratory",

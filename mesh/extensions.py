@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-Seam = Literal["frontend", "discovery", "events", "engine", "connector", "store", "router"]
+Seam = Literal["frontend", "discovery", "events", "engine", "connector", "store", "weights", "router"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,13 @@ EXTENSIONS: Sequence[Extension] = (
         folders=("kvmesh/commands/batch",),
     ),
     Extension("s3", {"store": "kvcache/tiers/s3"}),
+    Extension(
+        "memory",
+        {"weights": "workers/memory"},
+        commands={
+            "memory": ("workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them")
+        },
+    ),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 
