@@ -17,13 +17,10 @@ OF_CORE = {
     "worker": ("kvmesh.workers.__main__", "one worker: prefill, decode or aggregated"),
     "planner": ("kvmesh.commands.planner", "decide how many workers run; `kvmesh planner explain` shows the reasons"),
     "explain": ("kvmesh.commands.explain", "ask a running mesh where a prompt would run, and why"),
-    "replay": ("kvmesh.simulator.replay", "simulate a mesh under a trace or synthetic load"),
-    "bench": ("kvmesh.commands.bench.parts", "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`"),
     "scale": ("kvmesh.commands.scale", "more or fewer workers in the mesh of `up`: `kvmesh scale decode=3`"),
     "workers": ("kvmesh.commands.workers", "see the workers of a mesh; drain, turn, profile them"),
     "doctor": ("kvmesh.commands.doctor", "check this machine and say what to do"),
     "certs": ("kvmesh.commands.certs", "certificates for mutual TLS within a mesh: make a CA, issue, renew"),
-    "memory": ("kvmesh.workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
     "lab": (
         "kvmesh.commands.laboratory",
         "faults, overload, benchmarks of the parts: `kvmesh lab` lists them (a checkout)",

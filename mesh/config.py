@@ -440,7 +440,7 @@ def _value(option: _Option, given: Given) -> object:
         return msgspec.convert(value, option.annotation)
     except msgspec.ValidationError as error:
         shown = _shortened(",".join(given.texts)) if given.texts else given.value
-        detail = str(error).removesuffix(" - at `$`")
+        detail = _shortened(str(error).removesuffix(" - at `$`"))
         raise ConfigError(
             f"bad setting: {given.source} is {shown!r}", hint=f"want {_kind_text(option)} ({detail})"
         ) from error

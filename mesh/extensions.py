@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-Seam = Literal["frontend", "discovery", "events", "engine", "connector", "store", "router"]
+Seam = Literal["frontend", "discovery", "events", "engine", "connector", "store", "weights", "router"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ EXTENSIONS: Sequence[Extension] = (
     Extension(
         "whatif",
         {"frontend": "frontend/whatif"},
+        needs=("simulator",),
         commands={
             "whatif": (
                 "commands.whatif.command",
@@ -89,8 +90,21 @@ EXTENSIONS: Sequence[Extension] = (
         folders=("cluster/attach",),
     ),
     Extension(
+        "simulator",
+        commands={"replay": ("simulator.replay", "simulate a mesh under a trace or synthetic load")},
+        folders=("simulator",),
+    ),
+    Extension(
+        "bench",
+        needs=("simulator",),
+        commands={
+            "bench": ("commands.bench.parts", "measure any OpenAI endpoint as its users see it: `kvmesh bench serve`")
+        },
+        folders=("kvmesh/commands/bench",),
+    ),
+    Extension(
         "profile",
-        needs=("attach",),
+        needs=("attach", "simulator"),
         commands={"profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO")},
         folders=("profiler",),
     ),
@@ -100,6 +114,13 @@ EXTENSIONS: Sequence[Extension] = (
         folders=("kvmesh/commands/batch",),
     ),
     Extension("s3", {"store": "kvcache/tiers/s3"}),
+    Extension(
+        "memory",
+        {"weights": "workers/memory"},
+        commands={
+            "memory": ("workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them")
+        },
+    ),
 )
 """All extensions. Where order matters (endpoints, hooks of a request), it is this one."""
 

@@ -1,7 +1,6 @@
 """Measure the code base: `python -m tests.size`, with `--json` for programs.
 
-Every Python file of the packages belongs to the core, an extension or the laboratory. The longest entry of `PARTS` that
-begins a file's path decides, and what no entry names is core.
+Every Python file of the packages belongs to the core, an extension of `mesh/extensions.py` or the laboratory.
 """
 
 import argparse
@@ -14,63 +13,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvmesh.__main__ import COMMANDS, GROUPS
+from kvmesh.mesh.extensions import EXTENSIONS
 from kvmesh.mesh.metric_list import DECLARED
+from tests.test_extensions import arrows_to_extensions
 from tests.test_import_order import MAY_USE, ROOT, Import, cycle, imports_of, name_of, order_violations, read_modules
 
 Part = Literal["core", "extensions", "laboratory"]
-PARTS: dict[str, Part] = {
-    "lab/": "laboratory",
-    # APIs and functions of the frontend that a chat does without
-    "frontend/anthropic/": "extensions",
-    "frontend/keys/": "extensions",
-    "frontend/live/": "extensions",
-    "frontend/picker/": "extensions",
-    "frontend/responses/": "extensions",
-    "frontend/whatif/": "extensions",
-    # engines of other projects, attached servers, weights that workers share
-    "workers/engines/attached/": "extensions",
-    "workers/engines/external/": "extensions",
-    "workers/engines/sglang/": "extensions",
-    "workers/engines/trtllm/": "extensions",
-    "workers/engines/vllm/": "extensions",
-    "workers/memory/": "extensions",
-    "cluster/attaching.py": "extensions",
-    "cluster/servers.py": "extensions",
-    # other ways to find services and to carry events
-    "mesh/discovery/etcd": "extensions",
-    "mesh/discovery/kubernetes": "extensions",
-    "mesh/kubernetes_api.py": "extensions",
-    "planner/connectors/compose.py": "extensions",
-    "planner/connectors/kubernetes.py": "extensions",
-    "planner/connectors/virtual.py": "extensions",
-    "kvevents/jetstream.py": "extensions",
-    "kvevents/nats": "extensions",
-    # KV in storage that workers share
-    "kvcache/tiers/objects.py": "extensions",
-    "kvcache/tiers/s3.py": "extensions",
-    "kvcache/tiers/shared.py": "extensions",
-    "workers/shared_tier.py": "extensions",
-    # operations
-    "profiler/": "extensions",
-    "simulator/": "extensions",
-    "planner/carry_out.py": "extensions",
-    "planner/explain.py": "extensions",
-    "kvmesh/commands/announce.py": "extensions",
-    "kvmesh/commands/attach.py": "extensions",
-    "kvmesh/commands/batch/": "extensions",
-    "kvmesh/commands/bench/": "extensions",
-    "kvmesh/commands/etcd_user.py": "extensions",
-    "kvmesh/commands/keys.py": "extensions",
-    "kvmesh/commands/nats_config.py": "extensions",
-    "kvmesh/commands/whatif": "extensions",
+PARTS: dict[str, Part] = {"lab/": "laboratory"} | {
+    f"{folder}/": "extensions" for extension in EXTENSIONS for folder in extension.all_folders
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def part_of(path: str) -> Part:
     """Return the part that owns a file, given its path below the root."""
-    entries = [entry for entry in PARTS if path.startswith(entry)]
-    return PARTS[max(entries, key=len)] if entries else "core"
+    return next((part for folder, part in PARTS.items() if path.startswith(folder)), "core")
 
 
 def measure() -> dict[str, Any]:
@@ -148,18 +105,6 @@ def circles(imports: Sequence[Import]) -> list[list[str]]:
     return found
 
 
-def arrows_to_extensions(imports: Sequence[Import]) -> list[str]:
-    """Return the imports by which the core needs an extension, wherever in a module they stand."""
-    part = {name_of(file): part_of(str(file.relative_to(ROOT))) for file in files_of(MAY_USE)}
-    return sorted(
-        {
-            f"{one.importer} -> {one.target}"
-            for one in imports
-            if part.get(one.importer) == "core" and part.get(one.target) == "extensions"
-        }
-    )
-
-
 def as_text(sizes: dict[str, Any]) -> str:
     """Return the report for people: one size a line."""
     rows = []
@@ -172,12 +117,7 @@ def as_text(sizes: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.size", description="Measure the code base.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--arrows", action="store_true", help="list the imports of an extension by the core")
     chosen = parser.parse_args(argv)
-    if chosen.arrows:
-        packages = frozenset(name_of(init) for init in ROOT.glob("*/**/__init__.py"))
-        print("\n".join(arrows_to_extensions(imports_of(read_modules(), packages))))
-        return 0
     sizes = measure()
     print(json.dumps(sizes, indent=2) if chosen.json else as_text(sizes))
     return 0

@@ -20,13 +20,14 @@ def ours() -> list[Import]:
 
 
 def owner_of(module: str) -> Extension | None:
-    """Return the extension that a module belongs to, None for the core."""
+    """Return the extension that a module belongs to, None for the core. The longest folder decides."""
+    longest, owner = "", None
     for extension in EXTENSIONS:
         for folder in extension.all_folders:
             dotted = "kvmesh." + folder.removeprefix("kvmesh/").replace("/", ".")
-            if module == dotted or module.startswith(dotted + "."):
-                return extension
-    return None
+            if f"{module}.".startswith(f"{dotted}.") and len(dotted) > len(longest):
+                longest, owner = dotted, extension
+    return owner
 
 
 def arrows_to_extensions(imports: list[Import]) -> list[str]:
@@ -108,7 +109,7 @@ def copy_tree(target: Path) -> None:
 def remove(extension: Extension, tree: Path) -> None:
     """Delete the folders of an extension and its entry in the table."""
     for folder in extension.all_folders:
-        shutil.rmtree(tree / folder)
+        shutil.rmtree(tree / folder, ignore_errors=True)  # one may lie in another's
     table = tree / "mesh" / "extensions.py"
     text = table.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)

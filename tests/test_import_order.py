@@ -164,7 +164,7 @@ def test_no_files_import_each_other_in_a_circle(ours: list[Import]) -> None:
 def test_the_command_table_counts_as_imports(ours: list[Import]) -> None:
     of_the_command = {found.target for found in ours if found.importer == "kvmesh.__main__"}
     assert {
-        "kvmesh.simulator.replay",
+        "kvmesh.commands.up",
         "kvmesh.frontend.__main__",
         "kvmesh.workers.__main__",
     } <= of_the_command

@@ -38,7 +38,7 @@ from kvmesh.protocol.messages import Card, decode
 from kvmesh.protocol.version import PROTOCOL_VERSION, RELEASE, VersionError, common_version, release_name
 from kvmesh.workers.engines.registry import ENGINES
 from kvmesh.workers.engines.torch.cpu import bfloat16_by, cpu_flags
-from kvmesh.workers.memory.__main__ import read_holdings
+from kvmesh.workers.weights_service import weights_service
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 128 * 2**20
@@ -250,14 +250,11 @@ def check_gpu(gpus: Sequence[str], torch: TorchProbe) -> Finding:
 
 def check_memory_service(path: str) -> Finding:
     try:
-        holdings = read_holdings(path)
+        return Finding("memory service", "ok", weights_service().describe(path))
     except MeshError as error:
         return Finding(
             "memory service", "warn", error.message, "workers load their own weights; kvmesh memory starts one"
         )
-    used = sum(image.num_bytes for image in holdings.images)
-    found = f"{len(holdings.images)} images, {used >> 20} of {holdings.limit_bytes >> 20} MiB, process {holdings.pid}"
-    return Finding("memory service", "ok", found)
 
 
 def check_engines(engines: Mapping[str, Sequence[str]]) -> Finding:

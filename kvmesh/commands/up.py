@@ -23,6 +23,7 @@ from kvmesh.planner.config import ServiceConfig
 from kvmesh.planner.profiles import open_profiles
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.workers.config import with_engine_args
+from kvmesh.workers.weights_service import weights_service
 
 PLANNER_FLAG = "--planner-"
 
@@ -164,6 +165,7 @@ def check_memory(config: ClusterConfig) -> None:
         return
     if config.up.engine != "torch":
         raise ConfigError(f"--memory-gib is for --engine torch, not for {config.up.engine}", hint="leave it out")
+    weights_service()  # raises without the extension
     if config.worker.get("weights_service"):
         raise ConfigError("--memory-gib starts a memory service, --weights-service names another", hint="leave one out")
 

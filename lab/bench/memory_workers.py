@@ -27,7 +27,7 @@ from kvmesh.protocol.messages import (
     decode,
     pack_tokens,
 )
-from kvmesh.workers.memory.__main__ import read_holdings
+from kvmesh.workers.memory.client import read_holdings
 from kvmesh.workers.memory.messages import Holdings
 
 PATIENCE_S = 300.0

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 from kvmesh.frontend.keys.keyfile import KeyLine, hashed, written
 from kvmesh.protocol.errors import ConfigError
-from kvmesh.workers.memory.__main__ import read_holdings
+from kvmesh.workers.memory.client import read_holdings
 from kvmesh.workers.memory.messages import Holdings
 from tests.support.mesh import Mesh, running_mesh, until
 

@@ -13,8 +13,8 @@ import msgspec
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import run
 from kvmesh.mesh.telemetry import setup_logging
-from kvmesh.protocol.errors import ConfigError, MeshError
-from kvmesh.workers.memory.client import ImageLease
+from kvmesh.protocol.errors import ConfigError
+from kvmesh.workers.memory.client import read_holdings
 from kvmesh.workers.memory.config import MemoryConfig
 from kvmesh.workers.memory.messages import Holdings
 from kvmesh.workers.memory.service import serve
@@ -46,20 +46,6 @@ def show_status(config: MemoryConfig) -> int:
     holdings = read_holdings(config.socket)
     print(msgspec.json.encode(holdings).decode() if config.json else table_of(holdings))
     return 0
-
-
-def read_holdings(path: str) -> Holdings:
-    """Return what the service at `path` holds. Raise ConfigError if none answers."""
-    try:
-        lease = ImageLease(path)
-        try:
-            return lease.holdings()
-        finally:
-            lease.close()
-    except (OSError, MeshError) as error:
-        raise ConfigError(
-            f"no memory service at {path}: {error}", hint="start one: `kvmesh memory --socket`"
-        ) from error
 
 
 def table_of(holdings: Holdings) -> str:

@@ -6,7 +6,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from kvmesh.protocol.errors import EngineError
+from kvmesh.protocol.errors import ConfigError, EngineError, MeshError
 from kvmesh.workers.memory.messages import (
     MAX_PACKET_BYTES,
     FromService,
@@ -129,3 +129,17 @@ def _memory_of(reply: FromService, fd: int | None) -> SharedMemory:
 
 def _unexpected(reply: FromService) -> str:
     return f"the memory service answered with {type(reply).__name__}"
+
+
+def read_holdings(path: str) -> Holdings:
+    """Return what the service at `path` holds. Raise ConfigError if none answers."""
+    try:
+        lease = ImageLease(path)
+        try:
+            return lease.holdings()
+        finally:
+            lease.close()
+    except (OSError, MeshError) as error:
+        raise ConfigError(
+            f"no memory service at {path}: {error}", hint="start one: `kvmesh memory --socket`"
+        ) from error

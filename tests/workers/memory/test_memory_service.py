@@ -12,8 +12,8 @@ import pytest
 
 from kvmesh.protocol.errors import ConfigError, EngineError, WireError
 from kvmesh.workers.memory import client
-from kvmesh.workers.memory.__main__ import read_holdings, table_of
-from kvmesh.workers.memory.client import ImageLease
+from kvmesh.workers.memory.__main__ import table_of
+from kvmesh.workers.memory.client import ImageLease, read_holdings
 from kvmesh.workers.memory.messages import MAX_PACKET_BYTES, from_service, from_worker
 from kvmesh.workers.memory.pages import address_of, make_space, map_image, read_only, seal
 from kvmesh.workers.memory.service import ImageCounter, listening

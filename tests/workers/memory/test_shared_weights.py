@@ -19,12 +19,12 @@ from kvmesh.protocol.errors import ConfigError, EngineError
 from kvmesh.protocol.messages import SamplingParams
 from kvmesh.workers.engines.torch.config import read_config
 from kvmesh.workers.engines.torch.executor import TorchExecutor
-from kvmesh.workers.engines.torch.shared_weights import ImagePlan, read_image, share_weights, weights_key
 from kvmesh.workers.engines.torch.weights import ModelWeights, random_weights
 from kvmesh.workers.executor import Row
 from kvmesh.workers.memory import client
 from kvmesh.workers.memory.service import ImageCounter, listening
 from kvmesh.workers.memory.shelf import ImageShelf
+from kvmesh.workers.memory.torch_weights import ImagePlan, read_image, share_weights, weights_key
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

@@ -23,11 +23,11 @@ from kvmesh.workers.engines.torch.kernels import NO_KERNELS, CpuKernels, open_ke
 from kvmesh.workers.engines.torch.metrics import STEPS, WEIGHTS
 from kvmesh.workers.engines.torch.model import Transformer
 from kvmesh.workers.engines.torch.sampling import choose, logprobs_of
-from kvmesh.workers.engines.torch.shared_weights import WeightsInUse, share_weights, weights_key
 from kvmesh.workers.engines.torch.weights import ModelWeights, load_weights, random_weights
 from kvmesh.workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
 from kvmesh.workers.guides import open_guides
 from kvmesh.workers.schemas import GuideWhitespace
+from kvmesh.workers.weights_service import WeightsInUse, weights_service
 
 log = logging.getLogger(__name__)
 
@@ -121,16 +121,18 @@ class TorchExecutor:
                 return random_weights(config, self._device, dtype)
             return load_weights(folder, config, self._device, dtype)
 
-        def key_of() -> bytes:
-            return weights_key(folder, dtype_name, "" if kernels is None else kernels.name, is_random)
-
         if not self._weights_service:
-            return WeightsInUse(load(), None, None)
+            return WeightsInUse(load())
         if self._device.type != "cpu":
             log.warning("weights on %s are this worker's own: the memory service shares those on CPUs", self._device)
             WEIGHTS.labels("own").inc()
-            return WeightsInUse(load(), None, None)
-        return share_weights(self._weights_service, key_of, f"{folder.resolve().name} {dtype_name}", load)
+            return WeightsInUse(load())
+        service = weights_service()
+
+        def key_of() -> bytes:
+            return service.key(folder, dtype_name, "" if kernels is None else kernels.name, is_random)
+
+        return service.share(self._weights_service, key_of, f"{folder.resolve().name} {dtype_name}", load)
 
     def _log_path(self, kernels: CpuKernels | None, dtype_name: str) -> None:
         if kernels is not None:

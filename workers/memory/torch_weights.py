@@ -11,7 +11,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,17 +21,20 @@ from msgspec import Meta
 from torch import Tensor
 
 from kvmesh.protocol.errors import EngineError, MeshError
+from kvmesh.workers.engines.torch import weights as engine_weights
 from kvmesh.workers.engines.torch.cache import TORCH_DTYPES
 from kvmesh.workers.engines.torch.metrics import WEIGHTS, WEIGHTS_MOVED
 from kvmesh.workers.engines.torch.weights import ModelWeights
 from kvmesh.workers.memory.client import ImageLease, SharedMemory
 from kvmesh.workers.memory.pages import MappedImage, address_of, map_image
 from kvmesh.workers.weights_hash import WEIGHT_SUFFIXES
+from kvmesh.workers.weights_service import WeightsInUse
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 300.0  # for another worker that writes; then this one loads by itself
 ALIGNMENT = 64  # of tensors
+ENGINE = Path(engine_weights.__file__).parent  # its code lays the weights out
 _HEAD = 16  # bytes before the description: a mark and its length
 _MARK = b"kvmesh/1"
 _PIECE_BYTES = 64 << 20  # written at once
@@ -50,27 +52,14 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsInUse:
-    """Weights, and what the service is told by when they are not used any more."""
-
-    weights: ModelWeights
-    lease: ImageLease | None  # None: they are this worker's own
-    image: MappedImage | None
-
-    def close(self) -> None:
-        if self.lease is not None:
-            self.lease.close()
-
-
 def weights_key(folder: Path, dtype: str, kernels_name: str, random_weights: bool) -> bytes:
     """Return the fingerprint of all that the bytes of the weights depend on. Raise OSError.
 
     Files count by their place on disk and the time of their last change, which any change moves; config.json and the
-    code of this engine, which lays the weights out, by their text.
+    code of the engine and of this module, which lay the weights out, by their text.
     """
     digest = hashlib.blake2b(f"{dtype}\0{kernels_name}\0{random_weights}\0{torch.__version__}".encode(), digest_size=32)
-    for code in sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".py", ".so")):
+    for code in [Path(__file__), *sorted(path for path in ENGINE.iterdir() if path.suffix in (".py", ".so"))]:
         digest.update(code.read_bytes())
     digest.update((folder / "config.json").read_bytes())
     if not random_weights:
@@ -108,7 +97,7 @@ def share_weights(
             raise
         log.warning("weights are loaded for this worker alone: %s", error)
         WEIGHTS.labels("own").inc()
-        return WeightsInUse(loading.load(), None, None)
+        return WeightsInUse(loading.load())
     WEIGHTS.labels(source).inc()
     log.info("weights are shared: %s", source, extra={"address": hex(image.address), "bytes": memory.num_bytes})
     return WeightsInUse(found, lease, image)
