@@ -9,7 +9,7 @@ import msgspec
 from kvmesh.frontend.bodies import refuse
 from kvmesh.frontend.generator import Hints
 from kvmesh.frontend.parsers.events import Tool
-from kvmesh.frontend.parsers.tools import named_schema, required_schema
+from kvmesh.frontend.parsers.tools import named_schema, required_schema, without_annotations
 from kvmesh.frontend.request import ToolChoice, Tools
 from kvmesh.frontend.shapes import KvmeshOptions
 from kvmesh.protocol.messages import Guide, GuideKind
@@ -46,6 +46,7 @@ class DeclaredTool(NamedTuple):
     name: str
     description: str | None
     parameters: dict[str, Any] | None  # JSON schema
+    strict: bool | None = None
 
 
 class ToolWish(NamedTuple):
@@ -78,7 +79,7 @@ def tools_of(declared: Sequence[DeclaredTool], wish: ToolWish, *, parallel: bool
     if wish.named and wish.named not in {tool.name for tool in declared}:
         refuse("tool_choice", f"{wish.named!r} is none of the tools")
     callable_ = declared if wish.allowed is None else _allowed(declared, wish.allowed, wish.allowed_param)
-    functions = tuple([Tool(tool.name, tool.parameters or {}) for tool in callable_])
+    functions = tuple([Tool(tool.name, tool.parameters or {}, bool(tool.strict)) for tool in callable_])
     shown = tuple([_shown(tool) for tool in declared])
     return Tools(functions, shown, wish.choice, wish.named, parallel, len(functions) < len(shown))
 
@@ -113,15 +114,19 @@ def guide_of(wanted: Guide | None, tools: Tools | None, param: str) -> Guide | N
         refuse(param, "a call that is forced by tool_choice has a format of its own; send one of them")
     if tools.choice is ToolChoice.NAMED:
         [tool] = [tool for tool in tools.functions if tool.name == tools.named][:1]
-        return schema_guide(named_schema(tool))
-    return schema_guide(required_schema(tools.functions, tools.parallel))
+        return schema_guide(named_schema(tool), strict=tool.strict)
+    strict = all(tool.strict for tool in tools.functions)
+    return schema_guide(required_schema(tools.functions, tools.parallel), strict=strict)
 
 
-def schema_guide(schema: dict[str, Any], param: str = "tools") -> Guide:
-    """Return the guide to a schema that came as `param`. Raise InvalidRequestError if it is too deep or too large."""
+def schema_guide(schema: dict[str, Any], param: str = "tools", *, strict: bool | None = False) -> Guide:
+    """Return the guide to a schema that came as `param`. A `format` that no engine knows counts only if it is `strict`.
+
+    Raise InvalidRequestError if the schema is too deep or too large.
+    """
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
         refuse(param, f"a schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it, or use $defs")
-    text = msgspec.json.encode(schema)
+    text = msgspec.json.encode(schema if strict else without_annotations(schema))
     if len(text) > MAX_SCHEMA_BYTES:
         refuse(param, f"what the answer is held to has {len(text)} bytes of schema, more than {MAX_SCHEMA_BYTES}")
     return Guide(kind=GuideKind.JSON_SCHEMA, value=text.decode())

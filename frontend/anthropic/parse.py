@@ -220,7 +220,7 @@ def _declared(tool: ToolSpec, where: str) -> DeclaredTool:
     schema = tool.input_schema
     if tool.input_examples:
         schema = {**schema, "examples": tool.input_examples}
-    return DeclaredTool(tool.name, tool.description, schema)
+    return DeclaredTool(tool.name, tool.description, schema, tool.strict)
 
 
 def _guide(request: CountRequest, tools: Tools | None) -> Guide | None:

@@ -202,7 +202,8 @@ def declared(specs: Sequence[ToolSpec]) -> list[DeclaredTool]:
     """Raise InvalidRequestError for a name that cannot be used."""
     for n, spec in enumerate(specs):
         check_tool_name(spec.function.name, f"tools[{n}].function.name")
-    return [DeclaredTool(spec.function.name, spec.function.description, spec.function.parameters) for spec in specs]
+    functions = [spec.function for spec in specs]
+    return [DeclaredTool(each.name, each.description, each.parameters, each.strict) for each in functions]
 
 
 def wish_of(choice: str | NamedToolChoice | None) -> ToolWish:
@@ -222,7 +223,8 @@ def _format(response_format: ResponseFormat | None) -> Guide | None:
         case JsonObjectFormat():
             return Guide(kind=GuideKind.JSON)
         case JsonSchemaFormat():
-            return schema_guide(response_format.json_schema.schema, "response_format.json_schema.schema")
+            wanted = response_format.json_schema
+            return schema_guide(wanted.schema, "response_format.json_schema.schema", strict=wanted.strict)
     return None
 
 

@@ -60,7 +60,7 @@ class JsonSchema(Strict, frozen=True):
     name: SchemaName
     schema: dict[str, Any]
     description: str | None = None
-    strict: bool | None = None  # the schema is always kept to
+    strict: bool | None = None  # the schema is always kept to; a string format that is not known counts if true
 
 
 class TextFormat(Strict, frozen=True, tag_field="type", tag="text"):
@@ -150,7 +150,7 @@ class FunctionSpec(Lenient, frozen=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON schema
-    strict: bool | None = None  # accepted: calls that are forced are always held to the schema
+    strict: bool | None = None  # forced calls always keep to the schema; an unknown string format counts if true
 
 
 class ToolSpec(Lenient, frozen=True):

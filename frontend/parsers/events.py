@@ -43,6 +43,7 @@ class Tool:
 
     name: str
     parameters: dict[str, object]  # JSON schema; may be empty
+    strict: bool = False  # annotations of the schema count, too
 
 
 class Parser(Protocol):

@@ -10,6 +10,7 @@ from kvmesh.frontend.parsers.events import CallArguments, CallBegun, Content, Ev
 from kvmesh.frontend.parsers.text import JsonScanner, marker_finder
 
 MAX_TOKEN_CHARS = 64
+BLOCK_CHARS = 512  # of prose, searched at once: the work for each character stays constant
 _NONE = ("", "[]", "null", '""')  # written in place of an object without arguments
 
 
@@ -76,6 +77,10 @@ class SoundEvents:
 
     def _prose(self, text: str) -> Iterator[Event]:
         """Yield prose without special tokens, nor what becomes one where another is left out."""
+        for start in range(0, len(text), BLOCK_CHARS):
+            yield from self._block(text[start : start + BLOCK_CHARS])
+
+    def _block(self, text: str) -> Iterator[Event]:
         text, at, shown = self._held + text, 0, self._shown
         while True:
             where, marker = self._finder.find(text, at)
@@ -84,14 +89,14 @@ class SoundEvents:
             if not marker:
                 break
             keep = self._begun_at(text, where)
-            text, at, shown = text[keep:where] + text[where + len(marker) :], 0, where - keep
+            text, at, shown = text[keep:where] + text[where + len(marker) :], 0, where - keep  # at most a block
         start = self._begun_at(text, where)
         self._held, self._shown = text[start:], max(shown, where) - start
 
     def _begun_at(self, text: str, end: int) -> int:
         """Return where the text that ends at `end` begins to look like special tokens, one in the other."""
+        low = max(0, end - MAX_TOKEN_CHARS)
         while True:
-            low = max(0, end - MAX_TOKEN_CHARS)
             begun = low + self._finder.find(text[low:end])[0]
             if begun == end:
                 return end
@@ -119,7 +124,10 @@ class _OpenCall:
     def argued(self, fragment: str) -> Iterator[Event]:
         """Yield the arguments that can be closed."""
         if not self._begun:
-            fragment = (self._rest + fragment).lstrip()
+            if self._rest:
+                self._rest += fragment
+                return
+            fragment = fragment.lstrip()
             if not fragment.startswith("{"):
                 self._rest = fragment
                 return

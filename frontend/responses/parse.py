@@ -180,8 +180,8 @@ def _format(text: TextConfig | None) -> Guide | None:
     match text.format if text is not None else None:
         case JsonTextFormat():
             return Guide(kind=GuideKind.JSON)
-        case SchemaTextFormat(schema=schema):
-            return schema_guide(schema, "text.format.schema")
+        case SchemaTextFormat(schema=schema, strict=strict):
+            return schema_guide(schema, "text.format.schema", strict=strict)
     return None
 
 
@@ -286,7 +286,7 @@ def _choice(choice: str | dict[str, Any] | None) -> Choice | None:
 
 def _tools(specs: Sequence[FunctionTool], choice: Choice | None, *, parallel: bool) -> Tools | None:
     """Return None if the model is to know of no tool."""
-    declared = [DeclaredTool(spec.name, spec.description, spec.parameters) for spec in specs]
+    declared = [DeclaredTool(spec.name, spec.description, spec.parameters, spec.strict) for spec in specs]
     return tools_of(declared, _wish(choice), parallel=parallel)
 
 

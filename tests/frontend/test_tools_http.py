@@ -163,14 +163,15 @@ async def test_a_call_cut_by_the_limit_is_not_finished(able: Served, stream: boo
         _, _, body = await able.post(PATH, ASKED)
         [call] = body["choices"][0]["message"]["tool_calls"]
         arguments, reason = call["function"]["arguments"], body["choices"][0]["finish_reason"]
-    assert (arguments, reason) == ('{"ci', "length")
+    assert (arguments, reason) == ("{}", "length"), "arguments are closed where they can be"
 
 
-async def test_our_own_cut_off_call_is_accepted_as_history(able: Served) -> None:
+async def test_a_cut_off_call_is_accepted_as_history(able: Served) -> None:
     able.generator.script = [Delta(ids('<tool_call>{"name": "weather", "arguments": {"ci'), FinishReason.LENGTH)]
     _, _, body = await able.post(PATH, ASKED)
     cut = body["choices"][0]["message"]
-    assert cut["tool_calls"][0]["function"]["arguments"] == '{"ci'
+    assert cut["tool_calls"][0]["function"]["arguments"] == "{}"
+    cut["tool_calls"][0]["function"]["arguments"] = '{"ci'  # as other servers leave it
     result = {"role": "tool", "tool_call_id": cut["tool_calls"][0]["id"], "content": "not run"}
     status, _, body = await able.post(PATH, ASKED | {"messages": [*CHAT["messages"], cut, result]})
     assert status == 200, body

@@ -15,7 +15,7 @@ from kvmesh.frontend.parsers.tools.headed import (
 )
 from kvmesh.frontend.parsers.tools.objects import ArgumentsAsJson, CallsAsJson, HermesCalls, LlamaCalls
 from kvmesh.frontend.parsers.tools.pythonic import PythonicCalls
-from kvmesh.frontend.parsers.tools.schema import named_schema, required_schema
+from kvmesh.frontend.parsers.tools.schema import named_schema, required_schema, without_annotations
 from kvmesh.frontend.parsers.tools.tagged import GlmCalls, QwenCoderCalls, SeedCalls
 from kvmesh.protocol.parsers import tool_parser_name
 
@@ -28,6 +28,7 @@ __all__ = [
     "named_schema",
     "required_schema",
     "tool_format",
+    "without_annotations",
 ]
 
 

@@ -13,6 +13,12 @@ ANY_TYPE = frozenset({"string", "integer", "number", "boolean", "object", "array
 TEXT = frozenset({"string"})
 
 _DEFINITIONS = ("$defs", "definitions")
+_NAMED = frozenset({*_DEFINITIONS, "properties", "patternProperties"})  # schemas by name
+_LISTED = frozenset({"prefixItems", "anyOf", "oneOf", "allOf"})
+_SINGLE = frozenset({"items", "additionalProperties", "not"})
+_FOLLOWED_FORMATS = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid",
+)  # fmt: skip
 _MAX_SCHEMA_DEPTH = 64
 _MAX_LOOKED_AT = 256  # schemas followed to find one argument's types
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
@@ -195,3 +201,21 @@ def _rewritten(schema: Any, moved: _Moved, depth: int) -> Any:
         key: moved.reference(value) if key == "$ref" and isinstance(value, str) else _rewritten(value, moved, depth + 1)
         for key, value in schema.items()
     }
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return the schema without the string formats that no engine can follow: they say what a text means."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key == "format" and value not in _FOLLOWED_FORMATS:
+            continue
+        if key in _NAMED and isinstance(value, dict):
+            value = {name: without_annotations(child) for name, child in value.items()}
+        elif key in _LISTED and isinstance(value, list):
+            value = [without_annotations(child) for child in value]
+        elif key in _SINGLE:
+            value = without_annotations(value)
+        kept[key] = value
+    return kept

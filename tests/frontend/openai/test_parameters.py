@@ -683,3 +683,32 @@ def test_unsupported_parameters_are_refused_by_name_with_a_hint(name: str) -> No
         chat(**{name: NOT_HONOURED[name]})
     assert refused.value.param == name
     assert f"'{name}' is not supported; " in str(refused.value)
+
+
+# --- annotations of schemas ---------------------------------------------------------------------------
+
+NAMED_F = {"type": "function", "function": {"name": "f"}}
+ANNOTATED = {
+    "type": "object",
+    "properties": {
+        "format": {"type": "string", "format": "password"},
+        "list": {"type": "array", "items": {"anyOf": [{"type": "string", "format": "binary"}, {"format": "date"}]}},
+    },
+    "$defs": {"a": {"format": "uri-reference"}},
+}
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_string_format_that_no_engine_knows_counts_only_if_strict(strict: bool | None) -> None:
+    function = {"name": "f", "parameters": ANNOTATED, "strict": strict}
+    schema = {"name": "f", "schema": ANNOTATED, "strict": strict}
+    for more in (
+        {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+        {"tools": [{"type": "function", "function": function}], "tool_choice": NAMED_F},
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+    ):
+        guide = chat(**more).guide
+        assert guide is not None
+        assert [name in guide.value for name in ('"password"', '"binary"', '"uri-reference"')] == [strict is True] * 3
+        assert '"date"' in guide.value
+        assert '"properties":{"format":{"type":"string"' in guide.value
