@@ -13,12 +13,12 @@ from tests.support.vllm_mesh import VllmMesh, idle_cores, needs_vllm, running_vl
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
 TEXT = {"type": "string"}
-NAMES = {f"p{i}": TEXT for i in range(200)}
-COUNTED = "|".join(f"[^{chr(97 + i % 26)}]{{0,400}}[^{chr(98 + i % 24)}]{{0,400}}" for i in range(200))
+NAMES = {f"p{i}": TEXT for i in range(400)}
+COUNTED = "|".join(f"[^{chr(97 + i % 26)}]{{0,800}}[^{chr(98 + i % 24)}]{{0,800}}" for i in range(200))
 CHAIN = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(8000)} | {"d8000": TEXT}
 BOMBS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^({COUNTED})*$"}}, "required": ["a"]},
-    {"type": "object", "properties": NAMES, "minProperties": 50, "maxProperties": 100},
+    {"type": "object", "properties": NAMES, "minProperties": 100, "maxProperties": 200},
     {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": CHAIN},  # ends a thread of vLLM's
     {"type": "integer", "multipleOf": 9_999_991},  # costly for vLLM's other compiler
 ]
