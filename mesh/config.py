@@ -412,7 +412,7 @@ def _section(content: Mapping[str, object], section: str, path: str) -> Mapping[
 
 def unknown(what: str, name: str, known: Iterable[str], otherwise: str) -> ConfigError:
     """Return the error for a name that is not in `known`: its hint is the nearest known name, or else `otherwise`."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.5)
+    near = difflib.get_close_matches(name, list(known), 1)
     return ConfigError(f"unknown {what}", hint=f"did you mean {near[0]}?" if near else otherwise)
 
 

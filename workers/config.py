@@ -71,7 +71,7 @@ class WorkerConfig(MemberConfig, frozen=True, kw_only=True, forbid_unknown_field
     ] = 16
     num_blocks: Annotated[
         int,
-        Meta(ge=2, le=1 << 24, description="torch, mock: KV blocks of each rank; attach: if the server does not say"),
+        Meta(ge=2, le=1 << 27, description="torch, mock: KV blocks of each rank; attach: if the server does not say"),
     ] = 2048
     max_num_seqs: Annotated[
         int, Meta(ge=1, description="torch, mock: sequences in one step; attach: if the server does not say")

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,15 @@ class OwnMesh:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[OwnMesh]:
-    own = OwnMesh(tmp_path)
+def short_tmp() -> Iterator[Path]:
+    """A folder with a short path: where TMPDIR is too long for sockets, `up` uses another one."""
+    with tempfile.TemporaryDirectory(prefix="kvm-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def own(short_tmp: Path) -> Iterator[OwnMesh]:
+    own = OwnMesh(short_tmp)
     yield own
     if own.process.poll() is None:
         own.process.kill()
@@ -70,8 +78,8 @@ def test_ctrl_c_lets_streams_finish_and_takes_no_new_clients(own: OwnMesh) -> No
     own.check_nothing_is_left()
 
 
-def test_streams_longer_than_the_drain_end_with_an_error(tmp_path: Path) -> None:
-    own = OwnMesh(tmp_path, "--drain-timeout-s", "0.3")
+def test_streams_longer_than_the_drain_end_with_an_error(short_tmp: Path) -> None:
+    own = OwnMesh(short_tmp, "--drain-timeout-s", "0.3")
     streams = [Stream(own.mesh.url, prompt_of(n, n), 5000) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)

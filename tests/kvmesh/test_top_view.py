@@ -3,10 +3,10 @@
 import io
 
 import pytest
-from kvmesh.commands.top_view import screen
 from rich.console import Console
 
 from kvmesh.commands.http_client import beginning_of, refusal_of
+from kvmesh.commands.top.view import screen
 from kvmesh.frontend.live.fold import ShownMesh, ShownStream, ShownWorker
 from kvmesh.frontend.live.picture import WorkerLook
 
