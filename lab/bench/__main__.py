@@ -9,8 +9,6 @@ from kvmesh.mesh.lifecycle import run_command
 
 BENCHMARKS = {
     "frontend": ("kvmesh.lab.bench.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
-    "streams": ("kvmesh.lab.bench.streams", "CPU and memory of streams that are open and idle"),
-    "soak": ("kvmesh.lab.bench.soak", "does the frontend's memory grow with the requests that it has answered?"),
     "pairs": ("kvmesh.lab.bench.pairs", "two settings of the frontend in pairs: CPU for a request, by ratio"),
     "many": ("kvmesh.lab.bench.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
     "live": ("kvmesh.lab.bench.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
