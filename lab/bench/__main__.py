@@ -11,7 +11,6 @@ BENCHMARKS = {
     "frontend": ("kvmesh.lab.bench.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
     "pairs": ("kvmesh.lab.bench.pairs", "two settings of the frontend in pairs: CPU for a request, by ratio"),
     "many": ("kvmesh.lab.bench.many", "many workers: time of a placement while some join or fail"),
-    "live": ("kvmesh.lab.bench.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
     "index": ("kvmesh.lab.bench.index", "the prefix index: time of an event and of a lookup, memory"),
     "engine": ("kvmesh.lab.bench.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
     "kv": ("kvmesh.lab.bench.kv", "KV in host memory: speed of what comes back, cost for what never does"),
