@@ -14,7 +14,6 @@ BENCHMARKS = {
     "index": ("kvmesh.lab.bench.index", "the prefix index: time of an event and of a lookup, memory"),
     "engine": ("kvmesh.lab.bench.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
     "kv": ("kvmesh.lab.bench.kv", "KV in host memory: speed of what comes back, cost for what never does"),
-    "memory": ("kvmesh.lab.bench.memory", "weights shared by the workers of a host: start, memory, sleep, kills"),
     "planner": ("kvmesh.lab.bench.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
     "fidelity": ("kvmesh.lab.bench.fidelity", "a live run of mock workers against its simulation"),
 }
