@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -51,7 +51,6 @@ WorkerAction = Literal[
     "unload_lora",
     "list_loras",
 ]
-WORKER_ACTIONS: tuple[WorkerAction, ...] = get_args(WorkerAction)
 _Text = Annotated[str, Meta(max_length=4096)]
 
 

@@ -15,9 +15,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvmesh.kvcache.digest import digest_terms
+import numpy as np
+
 from kvmesh.protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from kvmesh.protocol.hashing import TIER_MARK, digest_term
 from kvmesh.protocol.ids import EngineHash, SequenceHash
+
+_FEW = 16
+
+
+def digest_terms(hashes: Sequence[int]) -> int:
+    """Return the sum of `kvmesh.protocol.hashing.digest_term` (of the device tier) over `hashes`, mod 2**64."""
+    if not hashes:
+        return 0
+    if len(hashes) < _FEW:
+        return sum(map(digest_term, hashes))
+    mixed = np.array(hashes, np.uint64) + np.uint64(TIER_MARK)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
+
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _AT_ONCE = 256

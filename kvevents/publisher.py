@@ -4,19 +4,55 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 import zmq
 
 from kvmesh.kvevents.batches import in_parts
 from kvmesh.kvevents.door import EventDoor, KeyPair, close_to_strangers
 from kvmesh.kvevents.formats import encode_payload
-from kvmesh.kvevents.ring import ReplayRing
 from kvmesh.kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.events import KvEvent
+
+
+class ReplayRing:
+    """The payloads of consecutive numbers. The oldest is dropped first, the newest is always kept."""
+
+    def __init__(self, max_batches: int, max_bytes: int) -> None:
+        self._max_batches = max_batches
+        self._max_bytes = max_bytes
+        self._payloads: deque[bytes] = deque()
+        self.num_bytes = 0
+        self.next_seq = 0
+
+    @property
+    def first_seq(self) -> int:
+        """The number of the oldest batch kept; `next_seq` if there is none."""
+        return self.next_seq - len(self._payloads)
+
+    def append(self, payload: bytes) -> int:
+        """Keep `payload` under the next number, and return the number."""
+        self._payloads.append(payload)
+        self.num_bytes += len(payload)
+        while len(self._payloads) > 1 and self._is_too_large():
+            self.num_bytes -= len(self._payloads.popleft())
+        self.next_seq += 1
+        return self.next_seq - 1
+
+    def since(self, seq: int, limit: int) -> Iterator[tuple[int, bytes]]:
+        """Return at most `limit` kept batches from `seq` on."""
+        start = min(max(seq - self.first_seq, 0), len(self._payloads))
+        first = self.first_seq + start
+        return enumerate(islice(self._payloads, start, start + limit), first)
+
+    def _is_too_large(self) -> bool:
+        return len(self._payloads) > self._max_batches or self.num_bytes > self._max_bytes
+
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import importlib
 from kvmesh.mesh.config import unknown
 
 COMMANDS = {
-    "bench": ("kvmesh.lab.bench.__main__", "measure a part: frontend, streams, engine, index, many, picker, ..."),
+    "bench": ("kvmesh.lab.bench.__main__", "measure a part: frontend, engine, index, planner, ..."),
     "faults": ("kvmesh.lab.faults.command", "a mesh on this machine under a seeded schedule of faults, with an oracle"),
     "soak": ("kvmesh.lab.soak", "a mesh on this machine under everything for a long time: does a process grow?"),
     "overload": ("kvmesh.lab.overload.command", "what a mesh answers in time at 1, 3 and 10 times what it can do"),

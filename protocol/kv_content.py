@@ -4,7 +4,6 @@ KV of one content must never be used with another one: the tokens would be wrong
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 UNKNOWN = ""  # of a release or an engine that does not say
 PENDING = "pending"  # the weights are still being hashed: the worker exchanges no KV
@@ -12,14 +11,6 @@ MAX_CONTENT_CHARS = 64
 MAX_ADAPTERS = 4096  # whose fingerprints are on a card
 
 Adapters = Sequence[tuple[str, str]]  # name of an adapter, fingerprint of the adapter on the weights of its worker
-
-
-class Mismatch(StrEnum):
-    """The reason why KV must not move between two workers."""
-
-    CONTENT = "content"
-    ADAPTER = "adapter"
-    PENDING = "pending"
 
 
 def content_of(content: str, adapters: Adapters, lora: str | None) -> str:

@@ -11,9 +11,33 @@ from functools import partial
 from kvmesh.protocol.errors import InvalidRequestError, MeshError
 from kvmesh.protocol.messages import Control, ControlAction, ControlReply, Role, WorkerStatus
 from kvmesh.protocol.tiers import Tier
-from kvmesh.workers.engine import Controllable, Engine, EngineInfo, ResetsCache, Sleeps
+from kvmesh.workers.engine import Controllable, Engine, EngineInfo, ResetsCache, Sleeps, Turnable
 from kvmesh.workers.life import Place, WorkerLife
-from kvmesh.workers.roles import check_can_turn, role_asked_for
+
+
+def check_can_turn(engine: Engine, kind: str, info: EngineInfo, role: Role) -> None:
+    """Raise InvalidRequestError if the engine cannot work in this role."""
+    if not isinstance(engine, Turnable) or not info.roles:
+        raise InvalidRequestError(
+            f"a worker with the engine {kind} cannot change its role while it runs",
+            hint="torch and mock workers can; start another worker in its place",
+        )
+    if role not in info.roles:
+        raise InvalidRequestError(
+            f"this worker cannot become a {role.value} worker", hint="its profile has no table for that role"
+        )
+
+
+def role_asked_for(arguments: Mapping[str, str]) -> Role:
+    """Raises InvalidRequestError if there is none, or one that is none."""
+    try:
+        return Role(arguments["role"])
+    except (KeyError, ValueError):
+        raise InvalidRequestError(
+            f"set_role needs the argument 'role', got {dict(arguments)!r:.200}",
+            hint=f"one of {', '.join(role.value for role in Role)}",
+        ) from None
+
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,71 @@ from typing import NamedTuple
 
 from kvmesh.frontend.keys import metrics
 from kvmesh.frontend.keys.budget import Budget, KeyLimits, Left, LimitName, OverLimit, left_of
-from kvmesh.frontend.keys.errors import RateLimitedError, TooLargeForKeyError
-from kvmesh.frontend.keys.estimate import Estimate, reserved_tokens
 from kvmesh.frontend.keys.lease import BudgetLease, LeasePart
 from kvmesh.frontend.keys.owned import Recalled
 from kvmesh.frontend.keys.sharing import LimitSharing
 from kvmesh.frontend.keys.usage import Usage
 from kvmesh.frontend.keys.window import slot_of
 from kvmesh.protocol.errors import MeshError
+
+FIRST_GUESS_TOKENS = 256
+WEIGHT = 0.1  # of the latest answer in the mean
+
+
+class Estimate:
+    """Track the mean length of a key's latest answers."""
+
+    __slots__ = ("_mean",)
+
+    def __init__(self) -> None:
+        self._mean = float(FIRST_GUESS_TOKENS)
+
+    def note(self, answer_tokens: int) -> None:
+        self._mean += WEIGHT * (answer_tokens - self._mean)
+
+    @property
+    def tokens(self) -> int:
+        return max(1, round(self._mean))
+
+
+def reserved_tokens(prompt_tokens: int, max_tokens: int | None, estimated_tokens: int, limit: int) -> int:
+    """Return how many tokens a request reserves; what it uses is settled when it has ended.
+
+    An answer is as long as `max_tokens`, or as the key's answers have been where the request names no limit. Clients
+    name limits that they never reach, so what goes beyond a quarter of the key's limit counts only as far as it is
+    likely: a request that reserved the whole minute would wait for ever beside shorter ones.
+    """
+    likely = prompt_tokens + estimated_tokens
+    if max_tokens is None:
+        return min(limit, likely)
+    return min(limit, prompt_tokens + max_tokens, max(limit // 4, likely))
+
+
+_RETRY_S = 1.0  # at least
+
+
+class RateLimitedError(MeshError):
+    """A limit of the key is reached."""
+
+    code = "rate_limited"
+
+    def __init__(self, limit: LimitName, most: int, wait_s: float) -> None:
+        unit = "requests in progress" if limit == "streams" else f"{limit} in any minute"
+        super().__init__(f"this API key may have {most} {unit}", hint="", retry_after_s=max(_RETRY_S, wait_s))
+        self.limit = limit
+
+
+class TooLargeForKeyError(MeshError):
+    """One request alone is more than the key may have in a minute. To send it again does not help."""
+
+    code = "too_large_for_key"
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens, and this API key may have {most} in any minute", hint="shorten the prompt"
+        )
+        self.limit: LimitName = "tokens"
+
 
 RETRY_S = 1.0  # between asks of an owner that does not answer
 TELL_S = 1.0  # between asks that need nothing

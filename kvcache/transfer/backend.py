@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvmesh.kvcache.memory import KvRegion
-from kvmesh.kvcache.transfer.heads import BlockPart
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.ids import WorkerId
 from kvmesh.protocol.messages import Ticket
@@ -32,10 +31,8 @@ class TransferBackend(Protocol):
     def release(self, offer_id: int, nonce: int) -> bool:
         """End an offer, whose blocks may then be reused. Return True if the offer stood."""
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], part: BlockPart | None = None) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         """Copy the offered blocks from number `skip` on into local `into`, in order; return the bytes copied.
-
-        With `part`, that part of each block is copied, and the rest of `into` stays as it is.
 
         Raises TransferError if the peer is gone, the offer has ended or the layouts differ. When `fetch` returns or
         raises, also CancelledError, nothing writes to `into` any more. A running copy cannot be stopped: if the peer

@@ -9,7 +9,6 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from kvmesh.kvcache.transfer.heads import BlockPart
 from kvmesh.mesh.safeguards import is_off
 from kvmesh.protocol.errors import OverloadedError, TransferError
 from kvmesh.protocol.ids import WorkerId, new_generation
@@ -86,27 +85,16 @@ def has_ended(ticket: Ticket, found: int) -> bool:
     return found != ticket.nonce and _CHECKS_NONCES
 
 
-def plan_spans(remote: Sequence[int], local: Sequence[int], layout: KvLayout, part: BlockPart | None) -> Spans:
-    """Return the copies that move blocks remote[i], or a part of each, to blocks local[i] of `layout`.
+def plan_spans(remote: Sequence[int], local: Sequence[int], layout: KvLayout) -> Spans:
+    """Return the copies that move blocks remote[i] to blocks local[i] of `layout`.
 
-    Neighbours on both sides are one copy. Raise TransferError if a block or a piece cannot be.
+    Neighbours on both sides are one copy. Raise TransferError if a block cannot be.
     """
-    size = layout.block_bytes
     there, here = _block_ids(remote), _block_ids(local)
-    if part is None:
-        is_first = np.ones(len(there), bool)
-        is_first[1:] = (np.diff(there) != 1) | (np.diff(here) != 1)
-        first = np.flatnonzero(is_first)
-        return np.stack([there[first], here[first], np.diff(first, append=len(there))], 1) * size
-    theirs = part.source.block_bytes
-    for piece in part.pieces:
-        if min(piece.remote, piece.local, piece.num_bytes - 1) < 0 or (
-            piece.remote + piece.num_bytes > theirs or piece.local + piece.num_bytes > size
-        ):
-            raise TransferError(f"{piece} lies outside of blocks of {theirs} and {size} bytes")
-    blocks = np.stack([there * theirs, here * size, np.zeros_like(there)], 1)
-    pieces = np.array([(piece.remote, piece.local, piece.num_bytes) for piece in part.pieces], np.int64)
-    return (blocks[:, None] + pieces.reshape(1, -1, 3)).reshape(-1, 3)
+    is_first = np.ones(len(there), bool)
+    is_first[1:] = (np.diff(there) != 1) | (np.diff(here) != 1)
+    first = np.flatnonzero(is_first)
+    return np.stack([there[first], here[first], np.diff(first, append=len(there))], 1) * layout.block_bytes
 
 
 def _block_ids(blocks: Sequence[int]) -> NDArray[np.int64]:
@@ -167,19 +155,16 @@ def check_content(ticket: Ticket, ours: str) -> None:
     )
 
 
-def check_fetch(
-    ticket: Ticket, skip: int, into: Sequence[int], backend: str, layout: KvLayout, part: BlockPart | None = None
-) -> list[int]:
+def check_fetch(ticket: Ticket, skip: int, into: Sequence[int], backend: str, layout: KvLayout) -> list[int]:
     """Return the peer's block ids to copy. Raises TransferError if ticket and local cache do not fit together."""
-    expected = layout if part is None else part.source
     if ticket.backend != backend:
         raise TransferError(
             f"{ticket.worker_id} offers KV over {ticket.backend!r}, this worker fetches over {backend!r}",
             hint="start all workers with one --kv-transfer",
         )
-    if ticket.layout != expected:
+    if ticket.layout != layout:
         raise TransferError(
-            f"KV layout is {expected} here and {ticket.layout} on {ticket.worker_id}",
+            f"KV layout is {layout} here and {ticket.layout} on {ticket.worker_id}",
             hint="start all workers of a model with the same --block-size, dtype and model",
         )
     if ticket.nonce == 0:  # 0 would match every unused slot

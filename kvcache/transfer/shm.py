@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 
 from kvmesh.kvcache.memory import KvRegion
-from kvmesh.kvcache.transfer.heads import BlockPart
 from kvmesh.kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Spans, check_fetch, has_ended, plan_spans
 from kvmesh.protocol.errors import ConfigError, TransferError
 from kvmesh.protocol.ids import WorkerId, new_generation
@@ -75,10 +74,10 @@ class ShmBackend:
     def release(self, offer_id: int, nonce: int) -> bool:
         return self._offers is not None and self._offers.close(offer_id, nonce)
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], part: BlockPart | None = None) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         assert self._region is not None, "register first"
         layout = self._region.layout
-        spans = plan_spans(check_fetch(ticket, skip, into, self.name, layout, part), into, layout, part)
+        spans = plan_spans(check_fetch(ticket, skip, into, self.name, layout), into, layout)
         copying = asyncio.ensure_future(asyncio.to_thread(self._copy, ticket, spans))
         try:
             return await asyncio.shield(copying)

@@ -9,16 +9,11 @@ from kvmesh.mesh.lifecycle import run_command
 
 BENCHMARKS = {
     "frontend": ("kvmesh.lab.bench.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
-    "streams": ("kvmesh.lab.bench.streams", "CPU and memory of streams that are open and idle"),
-    "soak": ("kvmesh.lab.bench.soak", "does the frontend's memory grow with the requests that it has answered?"),
     "pairs": ("kvmesh.lab.bench.pairs", "two settings of the frontend in pairs: CPU for a request, by ratio"),
-    "many": ("kvmesh.lab.bench.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
-    "live": ("kvmesh.lab.bench.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
-    "picker": ("kvmesh.lab.bench.picker", "what an endpoint picker adds to a request through a real Envoy"),
+    "many": ("kvmesh.lab.bench.many", "many workers: time of a placement while some join or fail"),
     "index": ("kvmesh.lab.bench.index", "the prefix index: time of an event and of a lookup, memory"),
     "engine": ("kvmesh.lab.bench.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
     "kv": ("kvmesh.lab.bench.kv", "KV in host memory: speed of what comes back, cost for what never does"),
-    "memory": ("kvmesh.lab.bench.memory", "weights shared by the workers of a host: start, memory, sleep, kills"),
     "planner": ("kvmesh.lab.bench.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
     "fidelity": ("kvmesh.lab.bench.fidelity", "a live run of mock workers against its simulation"),
 }

@@ -1,11 +1,10 @@
 """Run `kvmesh lab bench kv`: measure what tiers for KV bring, and what host memory costs those who do not use it.
 
-Torch engines of one model run in this process: one has no tier, one keeps evicted KV in host memory, one on a disk, and
-one in storage that it shares with a process, and one pulls it from another process. The first and one of the others are
-given the same prompts in turn, and while one is asked the other is idle. Greedy answers of both are compared token by
-token. Where prompts are evicted, the device holds fewer than are asked for in a circle. Times are the engine's own,
-without router and frontend. How long prompts are, and how often sides are compared, is chosen once, by the speed of
-this machine.
+Torch engines of one model run in this process: one has no tier, one keeps evicted KV in host memory, one on a disk. The
+first and one of the others are given the same prompts in turn, and while one is asked the other is idle. Greedy answers
+of both are compared token by token. Where prompts are evicted, the device holds fewer than are asked for in a circle.
+Times are the engine's own, without router and frontend. How long prompts are, and how often sides are compared, is
+chosen once, by the speed of this machine.
 """
 
 import asyncio
@@ -23,15 +22,10 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.lab.bench.kv_chaos import index_equal
 from kvmesh.lab.bench.kv_cost import itl_cost, one_shot_cost
-from kvmesh.lab.bench.kv_disk import corrupt, measure_shares
-from kvmesh.lab.bench.kv_engines import VOCABULARY, BenchedEngine, FreshPrompts, KvBenchConfig, ThrottledStore, running
+from kvmesh.lab.bench.kv_engines import BenchedEngine, FreshPrompts, KvBenchConfig, ThrottledStore, running
 from kvmesh.lab.bench.kv_judge import Answer, Judge
 from kvmesh.lab.bench.kv_pace import TRIED_ISL_TOKENS, cost_isl_tokens, is_paced, paced, sized
-from kvmesh.lab.bench.kv_peers import measure_peer, nixl_read_share
-from kvmesh.lab.bench.kv_restart import fill_and_kill
-from kvmesh.lab.bench.kv_shared import corrupt_shared, measure_shared
 from kvmesh.mesh.config import load
 from kvmesh.protocol.errors import EngineError
 from kvmesh.workers.disk_tier import DiskSettings
@@ -41,10 +35,7 @@ from kvmesh.workers.tiers import MIB, TierSettings
 EQUAL_PROMPTS = 16  # at once
 CIRCLE = 4  # prompts that are asked for in turn; the device holds two of them and a half
 SLOWER = 3.0  # a throttled load takes so many times as long as computing
-LEAST_PROMPTS = 3  # that another process has left or holds
 COST_ROUNDS = 3  # of what costs little to measure and differs much, in each round
-SHARE_MIB, SHARE_ROUNDS = 64, 40  # that a disk reads and writes in turn with dd, and how often
-NIXL_PAIRS = 128  # of our read and a bare one
 
 
 class KvBenchReport(Struct, frozen=True, kw_only=True):
@@ -54,19 +45,6 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     over_limit_bytes: int  # most that host memory ever held beyond its limit
     host_speedup: float  # TTFT computed / TTFT from host memory
     disk_speedup: float  # ... TTFT from the disk
-    restart_speedup: float  # ... TTFT from the disk, of prompts that a killed process has left there
-    shared_speedup: float  # ... TTFT from shared storage, of prompts that another, killed worker has stored
-    shared_place: str  # a folder, or the bucket that was given
-    peer_speedup: float  # ... TTFT with the prompt pulled from another process
-    peer_transfer: str
-    nixl_read_share: float | None  # speed of our reads of scattered blocks / that of bare NIXL; None: it does not load
-    corrupt_injected: int  # blocks that were damaged, and reads and writes that failed
-    corrupt_caught: int
-    corrupt_served: int  # with other bytes than were stored
-    index_equal: bool  # an index of the engine's events equals its caches, after aborts, resets and damaged loads
-    disk_read_share: float  # speed of the store / that of dd with direct I/O
-    disk_write_share: float
-    disk_path: str  # direct or buffered
     host_is_on: bool  # host memory was not switched off meanwhile
     shared_prefix_loads: float  # for equal prompts at once; the mean of the rounds
     slow_tier_regret: float  # TTFT with a throttled tier / that of computing
@@ -78,9 +56,6 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     one_shot_ratio_spread: float
     ttft_host_ms: float
     ttft_disk_ms: float
-    ttft_restart_ms: float
-    ttft_shared_ms: float
-    ttft_peer_ms: float
     ttft_computed_ms: float
     loaded_blocks: int
     saved_blocks: int
@@ -98,17 +73,6 @@ GOALS = {
     "over_limit_bytes": "0",
     "host_speedup": ">= 8",
     "disk_speedup": ">= 5",
-    "restart_speedup": ">= 5",
-    "shared_speedup": ">= 5",
-    "peer_speedup": ">= 5",
-    "peer_transfer": "nixl",
-    "nixl_read_share": ">= 0.9",
-    "corrupt_injected": "> 100",
-    "corrupt_caught": "all",
-    "corrupt_served": "0",
-    "index_equal": "True",
-    "disk_read_share": ">= 0.8",
-    "disk_write_share": ">= 0.7",
     "host_is_on": "True",
     "shared_prefix_loads": "1",
     "slow_tier_regret": "<= 1.15",
@@ -124,18 +88,17 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh lab bench kv",
-        description="Measure KV in host memory, on a disk, in shared storage and from other workers against computing "
-        "it again, with the torch engine, and what host memory costs prompts that never come again.",
+        description="Measure KV in host memory and on a disk against computing it again, with the torch engine, "
+        "and what host memory costs prompts that never come again.",
         section="bench",
     )
     report = asyncio.run(measure(config, PhaseNotes(Console(stderr=True))))
     Console().print(table_of(report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
-    problems = (report.wrong_tokens, report.failed, report.over_limit_bytes, report.corrupt_served)
-    if any(problems) or not report.index_equal:
+    if report.wrong_tokens or report.failed or report.over_limit_bytes:
         raise EngineError(
-            "an answer or index was wrong, a request failed, or a limit was passed", hint="this is a bug: report it"
+            "an answer was wrong, a request failed or a limit was passed", hint="this is a bug: report it"
         )
     return 0
 
@@ -249,25 +212,10 @@ async def measure(config: KvBenchConfig, say: PhaseNotes) -> KvBenchReport:
             say(f"{config.rounds} rounds of prompts of {config.isl_tokens} tokens, {layout.block_bytes} bytes a block")
             host = await measure_host(config, plain, say)
             disk = await measure_disk(config, plain, Path(folder), say)
-            shared = await measure_other(config, plain, Path(folder), say)
-            peer = await measure_peers(config, plain, say)
-        seed = time.time_ns() % 10_000
-        say(f"aborts, resets and damaged loads (seed {seed})")
-        is_equal = await index_equal(config, layout.block_bytes, Path(folder), seed)
-        say("the disk by itself")
-        shares = measure_shares(Path(folder), layout.block_bytes, min(SHARE_MIB, config.disk_mib // 4), SHARE_ROUNDS)
-        damages = corrupt(Path(folder), layout.block_bytes), corrupt_shared(Path(folder), layout.block_bytes)
     return KvBenchReport(
         wrong_tokens=plain.judge.wrong_tokens,
         rounded_answers=plain.judge.rounded_answers,
-        failed=sum([side.pop("failed") for side in (host, disk, shared, peer)]) + plain.failed,
-        corrupt_injected=sum([each.injected for each in damages]),
-        corrupt_caught=sum([each.caught for each in damages]),
-        corrupt_served=sum([each.served for each in damages]),
-        index_equal=is_equal,
-        disk_read_share=shares.read,
-        disk_write_share=shares.write,
-        disk_path=shares.path,
+        failed=sum([side.pop("failed") for side in (host, disk)]) + plain.failed,
         model=config.model,
         dtype=layout.dtype,
         isl_tokens=config.isl_tokens,
@@ -275,8 +223,6 @@ async def measure(config: KvBenchConfig, say: PhaseNotes) -> KvBenchReport:
         took_s=round(say.took_s, 1),
         **host,
         **disk,
-        **shared,
-        **peer,
     )
 
 
@@ -339,52 +285,10 @@ async def measure_disk(config: KvBenchConfig, plain: PlainSide, folder: Path, sa
         bench = KvBench(config, disk, plain)
         say("prompts that come back from the disk")
         disk_s, computed_s = await bench.speedup(times=3)  # it has a prompt when it was asked for twice
-    settings = DiskSettings(str(folder / "killed"), config.disk_mib * MIB)
-    prompts = [bench.fresh_prompt() for _ in range(max(LEAST_PROMPTS, config.rounds))]
-    say("prompts that a killed process has left")
-    await asyncio.to_thread(fill_and_kill, config, TierSettings(disk=settings), prompts)
-    async with running(config, TierSettings(disk=settings)) as engine:
-        again = BenchedEngine(engine)
-        restarted = KvBench(config, again, plain)
-        await restarted.both([VOCABULARY, *prompts[0][1:]])  # both have computed something
-        times = [await restarted.both(prompt) for prompt in prompts]
     return {
-        "failed": disk.failed + again.failed,
+        "failed": disk.failed,
         "disk_speedup": round(computed_s / disk_s, 2),
-        "restart_speedup": round(statistics.median([without_s / with_s for with_s, without_s in times]), 2),
         "ttft_disk_ms": round(1000 * disk_s, 2),
-        "ttft_restart_ms": round(1000 * statistics.median([with_s for with_s, _ in times]), 2),
-    }
-
-
-async def measure_other(config: KvBenchConfig, plain: PlainSide, folder: Path, say: PhaseNotes) -> dict[str, Any]:
-    """Return the fields of the report that are about shared storage."""
-    place = config.shared or f"dir:{folder / 'shared'}"
-    say("prompts that another worker has stored")
-    salt = time.time_ns() % VOCABULARY  # storage that is given may hold the prompts of a run before
-    prompts = [[salt, *plain.prompts.fresh(config.isl_tokens)[1:]] for _ in range(max(LEAST_PROMPTS, config.rounds))]
-    times = await measure_shared(config, plain, place, prompts, plain.judge)
-    return {
-        "failed": times.failed,
-        "shared_speedup": round(times.speedup, 2),
-        "shared_place": config.shared or "dir",
-        "ttft_shared_ms": round(1000 * statistics.median(times.loaded_s), 2),
-    }
-
-
-async def measure_peers(config: KvBenchConfig, plain: PlainSide, say: PhaseNotes) -> dict[str, Any]:
-    """Return the fields of the report that are about prefixes from another worker."""
-    say("prompts that another process has computed")
-    prompts = [plain.prompts.fresh(config.isl_tokens) for _ in range(max(LEAST_PROMPTS, config.rounds) + 1)]
-    found = await measure_peer(config, plain, prompts, plain.judge)
-    say("scattered blocks over NIXL")
-    share = await nixl_read_share(NIXL_PAIRS)
-    return {
-        "failed": found.failed,
-        "peer_speedup": round(found.computed_s / found.pulled_s, 2),
-        "peer_transfer": found.transfer,
-        "nixl_read_share": None if share is None else round(share, 3),
-        "ttft_peer_ms": round(1000 * found.pulled_s, 2),
     }
 
 

@@ -1,4 +1,4 @@
-"""Engines and settings of `kvmesh lab bench kv`, also for the process that is killed."""
+"""Engines and settings of `kvmesh lab bench kv`."""
 
 import asyncio
 import time
@@ -11,18 +11,17 @@ from msgspec import Meta
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.kvcache.tiers.store import Payload, TierStore
-from kvmesh.kvcache.transfer.backend import open_backend
 from kvmesh.lab.bench.engine_steps import SHAPES
 from kvmesh.lab.bench.kv_judge import ROUNDING, TOP, Answer
 from kvmesh.lab.settings import LabConfig
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.ids import RequestId, WorkerId
-from kvmesh.protocol.messages import Delta, GenerateRequest, PrefixSource, SamplingParams, StopConditions, pack_tokens
-from kvmesh.workers.engine import AskPrefix
+from kvmesh.protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
 from kvmesh.workers.step_engine import StepEngine, StepEngineConfig
 from kvmesh.workers.tiers import NO_TIERS, TierSettings
 
 VOCABULARY = 1500  # token ids of prompts are below
+DEVICE_PROMPTS = 2.5  # that the device holds
 
 
 class KvBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +37,6 @@ class KvBenchConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     host_mib: Annotated[int, Meta(ge=1, description="host memory of one side, unless prompts need more")] = 2048
     disk: Annotated[str, Meta(description="folder on the disk to measure; default: a temporary one")] = ""
     disk_mib: Annotated[int, Meta(ge=64, description="space on the disk, unless prompts need more")] = 1024
-    shared: Annotated[str, Meta(description="storage of several workers to measure; default: a temporary folder")] = ""
 
 
 class ThrottledStore:
@@ -81,7 +79,6 @@ class BenchedEngine:
         self.dtype = engine._info.layout.dtype
         self.failed = 0
         self.over_limit_bytes = 0
-        self.source: PrefixSource | None = None  # of all prompts
         self._asked = 0
 
     async def ask(self, prompt: Sequence[int], osl_tokens: int = 4) -> Answer:
@@ -92,7 +89,6 @@ class BenchedEngine:
             prompt=pack_tokens(prompt),
             sampling=SamplingParams(temperature=0, top_logprobs=TOP if self.dtype in ROUNDING else None),
             stop=StopConditions(max_tokens=osl_tokens, ignore_eos=True),
-            source=self.source,
         )
         began, came, tokens, top = (
             time.perf_counter(),
@@ -132,19 +128,8 @@ class BenchedEngine:
 
 
 @asynccontextmanager
-async def running(
-    config: KvBenchConfig,
-    tiers: TierSettings = NO_TIERS,
-    *,
-    transfer: str = "",
-    ask: AskPrefix | None = None,
-    prompts: float = 2.5,
-    place: tuple[WorkerId, str] = (WorkerId("bench"), ""),
-) -> AsyncIterator[StepEngine]:
-    """Yield an engine whose device holds so many prompts, and as much more as answers need.
-
-    `transfer`: how it exchanges prefixes with peers, which it asks by `ask`. `place`: its id and its address.
-    """
+async def running(config: KvBenchConfig, tiers: TierSettings = NO_TIERS) -> AsyncIterator[StepEngine]:
+    """Yield an engine whose device holds some prompts, and as much more as answers need."""
     from kvmesh.workers.engines.torch.executor import TorchExecutor
 
     folder, has_weights = model_folder(config.model)
@@ -152,13 +137,10 @@ async def running(
     executor = TorchExecutor(
         str(folder), device=config.device, dtype=config.dtype, block_size=block_size, random_weights=not has_weights
     )
-    blocks = int(prompts * config.isl_tokens / block_size) + 16
-    settings = StepEngineConfig(
-        "bench", str(folder), blocks, 32, 512, 30.0, 60.0, tiers=tiers, shares_prefixes=bool(transfer)
-    )
-    engine = StepEngine(executor, open_backend(transfer) if transfer else None, settings)
-    engine.ask_prefix = ask
-    await engine.start(*place)
+    blocks = int(DEVICE_PROMPTS * config.isl_tokens / block_size) + 16
+    settings = StepEngineConfig("bench", str(folder), blocks, 32, 512, 30.0, 60.0, tiers=tiers)
+    engine = StepEngine(executor, None, settings)
+    await engine.start(WorkerId("bench"), "")
     try:
         yield engine
     finally:

@@ -1,43 +1,29 @@
-"""Run `kvmesh lab bench many`: measure what a large number of workers costs the router and the frontend.
+"""Run `kvmesh lab bench many`: measure what a large number of workers costs the router.
 
-First the router's core in this process: the CPU time of a placement while all workers are settled, while one has just
-joined, while some have, and while one has just failed. Then a mesh: a frontend and mock workers, many in a process,
-that are idle. The mesh runs once with file discovery and, where an etcd is installed, once with etcd.
+That is the CPU time of a placement in the router's core, while all workers are settled, while one has just joined,
+while some have, and while one has just failed.
 """
 
-import asyncio
 import json
 import os
-import shutil
-import socket
-import statistics
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Annotated
 
-import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
-from kvmesh.commands.bench.apart import apart
 from kvmesh.commands.bench.machine import cpu_name
-from kvmesh.lab.bench.load import ClientLoad, cpu_s, rss_mib, trees, used_cpu
 from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load as load_config
-from kvmesh.mesh.discovery import Put, open_discovery
-from kvmesh.mesh.http.files import make_room_for_files
-from kvmesh.mesh.supervisor import ProcessSpec, Supervisor
 from kvmesh.protocol.errors import EngineError
 from kvmesh.protocol.ids import RequestId, WorkerId
-from kvmesh.protocol.messages import FrontendCard, Role, RouteRequest, WorkerCard, decode
+from kvmesh.protocol.messages import Role, RouteRequest, WorkerCard
 from kvmesh.router.core import RouterState
 from kvmesh.router.rules import RouterRules
 
@@ -50,79 +36,30 @@ BATCHES = 10  # of one round
 AFTER_S = 0.1  # of the router's time: a worker joined or failed so long ago
 BETWEEN_S = 1000.0  # of the router's time: what happened in a round is over in the next one
 ROLLING = 50  # in a rolling restart, one worker in so many has just joined
-SETTLE_S = 5.0  # from the last worker's joining to the first idle second
-START_S = 60.0  # for all workers to be ready, and on top of it START_WORKER_S for each
-START_WORKER_S = 0.6
-POLL_S = 0.1
-SCRAPES = 7
-FILES_PER_WORKER = 8
-SPARE_FILES = 1024
 GOAL_RATIO = 1.3
 
 
 class ManyConfig(LabConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    workers: Annotated[int, Meta(ge=10, le=10_000, description="in the router's core, and in the mesh")] = 1000
-    per_process: Annotated[int, Meta(ge=1, description="mock workers in one process")] = 250
+    workers: Annotated[int, Meta(ge=10, le=10_000, description="of the router")] = 1000
     rounds: Annotated[int, Meta(ge=1, description="of placements; the fastest counts")] = 9
-    # The router compares digests with each worker every 30 s: a shorter window may miss them all.
-    window_s: Annotated[float, Meta(gt=0, description="time in which idle processes are measured")] = 30.0
-    etcd: Annotated[bool, Meta(description="measure with etcd too, if it is installed")] = True
     seed: Annotated[int, Meta(description="of the prompts")] = 1
 
 
-class DiscoveryCpu(Struct, frozen=True, kw_only=True):
-    """Hold the CPU of a process that only follows discovery, as a share of a core; None: not measured."""
-
-    file: float
-    etcd: float | None
-
-
-class IdleMesh(Struct, frozen=True, kw_only=True):
-    """Hold the figures of a mesh without requests. CPU is a share of one core."""
-
-    ready_s: float  # from the start of all processes until the frontend's /health counts all workers
-    idle_cpu_frontend: float
-    idle_cpu_workers: float  # of all of them
-    idle_cpu_discovery: float  # of a process that only follows discovery
-    rss_mib: float  # of the frontend
-    scrape_ms: float  # the frontend's /metrics, median
-    others_cores: float  # that other programs used meanwhile
-
-
 class ManyReport(Struct, frozen=True, kw_only=True):
-    """Hold all figures. Those of a mesh are with file discovery; `etcd` has them with etcd, None without one."""
+    """Hold the CPU time of a placement, and its ratios."""
 
     workers: int
-    place_us: float  # CPU time of one placement
+    place_us: float
     place_us_joining: float
     place_us_rolling: float  # while one worker in ROLLING joins
     place_us_dying: float
     joining_ratio: float  # to place_us
     rolling_ratio: float
     dying_ratio: float
-    ready_s: float
-    idle_cpu_frontend: float
-    idle_cpu_workers: float
-    idle_cpu_discovery: DiscoveryCpu
-    rss_mib: float
-    scrape_ms: float
-    etcd: IdleMesh | None
     seed: int
-    others_cores: float
     machine: str
-
-
-MESH_ROWS = {
-    "ready_s": "from start until all are ready, s",
-    "idle_cpu_frontend": "idle: CPU of the frontend, of one core",
-    "idle_cpu_workers": "idle: CPU of all workers, of one core",
-    "idle_cpu_discovery": "idle: CPU of following discovery alone, of one core",
-    "rss_mib": "memory of the frontend, MiB",
-    "scrape_ms": "reading /metrics of the frontend, ms",
-    "others_cores": "cores busy with other programs",
-}
 
 
 def main(argv: list[str]) -> int:
@@ -132,38 +69,15 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh lab bench many",
-        description="Measure what many workers cost: the time of a placement while one of them joins or dies, and CPU "
-        "and memory of an idle mesh of mock workers, with file discovery and with etcd.",
+        description="Measure the CPU time of a placement among many workers: all of them settled, one or some that "
+        "have just joined, one that has just failed.",
         section="bench",
     )
-    report, meshes = asyncio.run(measure(config, Console(stderr=True)))
-    console = Console()
-    console.print(placement_table_of(report))
-    console.print(mesh_table_of(meshes))
+    report = report_of(config, place_times(config.workers, config.rounds, config.seed))
+    Console().print(table_of(report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
     return 0
-
-
-async def measure(config: ManyConfig, console: Console) -> tuple[ManyReport, dict[str, IdleMesh]]:
-    def tell(line: str) -> None:
-        console.print(line, highlight=False)
-
-    tell(f"placing among {config.workers} workers, seed {config.seed}")
-    placing = place_times(config.workers, config.rounds, config.seed)
-    make_room_for_files(FILES_PER_WORKER * config.workers + SPARE_FILES)  # the processes that are started inherit it
-    meshes: dict[str, IdleMesh] = {}
-    with tempfile.TemporaryDirectory(prefix="kvmesh-many-") as folder:
-        tell("a mesh with file discovery")
-        meshes["file"] = await idle_mesh(config, f"file:{folder}/discovery", Path(folder), tell)
-    if config.etcd and shutil.which("etcd") is None:
-        tell("etcd is not installed: its figures are null (apt-get install etcd-server)")
-    elif config.etcd:
-        with tempfile.TemporaryDirectory(prefix="kvmesh-many-") as folder:
-            tell("a mesh with etcd")
-            async with running_etcd(Path(folder)) as endpoint:
-                meshes["etcd"] = await idle_mesh(config, f"etcd:{endpoint}/many", Path(folder), tell)
-    return report_of(config, placing, meshes), meshes
 
 
 # --- placing ----------------------------------------------------------------------------------------------
@@ -278,169 +192,10 @@ def mock_card(name: str) -> WorkerCard:
     )
 
 
-# --- the mesh ---------------------------------------------------------------------------------------------
-
-
-async def idle_mesh(config: ManyConfig, discovery: str, folder: Path, tell: Callable[[str], None]) -> IdleMesh:
-    """Start a mesh, measure it while it is idle, and stop it."""
-    supervisor = Supervisor(folder / "logs", tell)
-    started = time.perf_counter()
-    try:
-        for spec in mesh_specs(config, discovery):
-            supervisor.start(spec)
-        async with asyncio.timeout(START_S + START_WORKER_S * config.workers):
-            url = await frontend_url(discovery)
-            async with aiohttp.ClientSession(base_url=url) as http:
-                await until_seen(http, config.workers, supervisor)
-                ready_s = time.perf_counter() - started
-                tell(f"all {config.workers} are ready after {ready_s:.1f} s")
-        return await measure_idle(config, discovery, url, supervisor.pids(), ready_s)
-    except TimeoutError as error:
-        raise EngineError(
-            f"the frontend does not see {config.workers} workers", hint=supervisor.log_tail("frontend")
-        ) from error
-    finally:
-        await supervisor.stop_all(timeout_s=10.0)
-        await supervisor.kill_all()
-
-
-def mesh_specs(config: ManyConfig, discovery: str) -> list[ProcessSpec]:
-    """Return the frontend's process and those of the workers."""
-    common = ["--discovery", discovery, "--log-level", "warning", "--drain-timeout-s", "0"]
-    worker = ["-m", "kvmesh.workers", *common, "--engine", "mock", "--kv-transfer", "shm", "--role", "aggregated"]
-    worker += ["--model", MODEL, "--model-path", str(CHECKPOINT_DIR), "--mock-speedup", "0"]
-    specs = [ProcessSpec("frontend", ["-m", "kvmesh.frontend", *common, "--port", "0"])]
-    for first in range(0, config.workers, config.per_process):
-        count = min(config.per_process, config.workers - first)
-        name = f"many-{first}"
-        specs.append(ProcessSpec(name, [*worker, "--name", name, "--count", str(count)]))
-    return specs
-
-
-async def frontend_url(discovery_url: str) -> str:
-    """Return the address of the frontend, once it has registered."""
-    discovery = open_discovery(discovery_url)
-    try:
-        async for change in discovery.watch("frontends/"):
-            if isinstance(change, Put):
-                return decode(change.value, FrontendCard).url
-    finally:
-        await discovery.close()
-    raise EngineError("the discovery watch ended before the frontend registered")
-
-
-async def until_seen(http: aiohttp.ClientSession, workers: int, supervisor: Supervisor) -> None:
-    while not supervisor.failed.is_set():
-        async with http.get("/health") as reply:
-            seen = (await reply.json()).get("workers", {}).get(MODEL, {})
-        if sum(seen.values()) >= workers:
-            return
-        await asyncio.sleep(POLL_S)
-    assert supervisor.failure is not None
-    raise supervisor.failure
-
-
-async def measure_idle(config: ManyConfig, discovery: str, url: str, pids: dict[str, int], ready_s: float) -> IdleMesh:
-    """Measure for a window in which nothing is asked of the mesh, then its memory and a scrape."""
-    await asyncio.sleep(SETTLE_S)
-    load = ClientLoad(url, (), 0, 0, True, 0, pid=pids["frontend"])
-    workers = trees([pid for name, pid in pids.items() if name != "frontend"])
-    following = asyncio.create_task(apart(follow, FollowPlan(discovery, config.workers, config.window_s)))
-    try:
-        before, workers_before_s, began = used_cpu(load), cpu_s(workers), time.perf_counter()
-        await asyncio.sleep(config.window_s)
-        after, workers_after_s, took_s = used_cpu(load), cpu_s(workers), time.perf_counter() - began
-    finally:
-        follower_share = await following
-    return IdleMesh(
-        ready_s=round(ready_s, 2),
-        idle_cpu_frontend=round((after.server_s - before.server_s) / took_s, 4),
-        idle_cpu_workers=round((workers_after_s - workers_before_s) / took_s, 4),
-        idle_cpu_discovery=round(follower_share, 4),
-        rss_mib=round(rss_mib(trees([pids["frontend"]])), 1),
-        scrape_ms=await scrape_ms(url),
-        others_cores=round((after.others_s - before.others_s) / took_s, 2),
-    )
-
-
-async def scrape_ms(url: str) -> float:
-    """Return the median time of reading the frontend's metrics."""
-    times_ms: list[float] = []
-    async with aiohttp.ClientSession(base_url=url) as http:
-        for _ in range(SCRAPES):
-            started = time.perf_counter()
-            async with http.get("/metrics") as reply:
-                await reply.read()
-            times_ms.append(1000 * (time.perf_counter() - started))
-    return round(statistics.median(times_ms), 2)
-
-
-@dataclass(frozen=True, slots=True)
-class FollowPlan:
-    discovery: str
-    workers: int
-    window_s: float
-
-
-def follow(plan: FollowPlan) -> float:
-    """Follow discovery in this process. Return its CPU, as a share of one core, once all workers are known."""
-    return asyncio.run(_follow(plan))
-
-
-async def _follow(plan: FollowPlan) -> float:
-    discovery = open_discovery(plan.discovery)
-    known: set[str] = set()
-    all_known = asyncio.Event()
-
-    async def watch() -> None:
-        async for change in discovery.watch("workers/"):
-            known.add(change.key)
-            if len(known) >= plan.workers:
-                all_known.set()
-
-    watching = asyncio.create_task(watch(), name="follow discovery")
-    try:
-        async with asyncio.timeout(START_S):
-            await all_known.wait()
-        used_s, began = time.process_time(), time.perf_counter()
-        await asyncio.sleep(plan.window_s)
-        return (time.process_time() - used_s) / (time.perf_counter() - began)
-    finally:
-        watching.cancel()
-        await asyncio.wait({watching})
-        await discovery.close()
-
-
-@asynccontextmanager
-async def running_etcd(folder: Path) -> AsyncIterator[str]:
-    """Run an etcd on free ports, with its data in `folder`, and yield its endpoint."""
-    endpoint, peer = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
-    client = f"http://{endpoint}"
-    flags = ["--data-dir", str(folder / "etcd"), "--logger", "zap", "--log-level", "error"]
-    flags += ["--listen-client-urls", client, "--advertise-client-urls", client]
-    flags += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    with (folder / "etcd.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            "etcd", *flags, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
-        )
-    try:
-        yield endpoint  # discovery itself waits until etcd answers
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 # --- what it gave -----------------------------------------------------------------------------------------
 
 
-def report_of(config: ManyConfig, placing: PlaceTimes, meshes: dict[str, IdleMesh]) -> ManyReport:
-    by_file, by_etcd = meshes["file"], meshes.get("etcd")
+def report_of(config: ManyConfig, placing: PlaceTimes) -> ManyReport:
     return ManyReport(
         workers=config.workers,
         place_us=round(placing.settled, 1),
@@ -450,22 +205,12 @@ def report_of(config: ManyConfig, placing: PlaceTimes, meshes: dict[str, IdleMes
         joining_ratio=round(placing.joining / placing.settled, 2),
         rolling_ratio=round(placing.rolling / placing.settled, 2),
         dying_ratio=round(placing.dying / placing.settled, 2),
-        ready_s=by_file.ready_s,
-        idle_cpu_frontend=by_file.idle_cpu_frontend,
-        idle_cpu_workers=by_file.idle_cpu_workers,
-        idle_cpu_discovery=DiscoveryCpu(
-            file=by_file.idle_cpu_discovery, etcd=None if by_etcd is None else by_etcd.idle_cpu_discovery
-        ),
-        rss_mib=by_file.rss_mib,
-        scrape_ms=by_file.scrape_ms,
-        etcd=by_etcd,
         seed=config.seed,
-        others_cores=by_file.others_cores,
         machine=f"{os.cpu_count()} x {cpu_name()}",
     )
 
 
-def placement_table_of(report: ManyReport) -> Table:
+def table_of(report: ManyReport) -> Table:
     table = Table(title=f"{report.workers} workers on {report.machine}, seed {report.seed}", title_justify="left")
     for column in ("CPU of one placement", "µs", "to settled", "goal"):
         table.add_column(column)
@@ -476,13 +221,4 @@ def placement_table_of(report: ManyReport) -> Table:
         ("one has just failed", report.place_us_dying, report.dying_ratio),
     ):
         table.add_row(text, f"{place:g}", f"{ratio:g}", f"<= {GOAL_RATIO:g}")
-    return table
-
-
-def mesh_table_of(meshes: dict[str, IdleMesh]) -> Table:
-    table = Table(title="the mesh, without requests", title_justify="left")
-    for column in ("", *(f"{backend} discovery" for backend in meshes)):
-        table.add_column(column)
-    for name, text in MESH_ROWS.items():
-        table.add_row(text, *(f"{getattr(mesh, name):g}" for mesh in meshes.values()))
     return table

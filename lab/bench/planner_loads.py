@@ -37,7 +37,6 @@ from kvmesh.simulator.mooncake import from_rows, stream_rows
 from kvmesh.simulator.traces import TraceKind, kind_of
 
 LOADS = ("diurnal", "bursty", "step", "sawtooth", "coding", "week", "conversation", "recorded")
-STARTS_S = (20.0, 60.0, 300.0, 900.0)
 TUNING_SEEDS = (7, 11, 13)
 JUDGING_SEEDS = (301, 302, 303)
 

@@ -222,10 +222,10 @@ def spoil_answers(switches: Switches) -> None:
 def spoil_pulls(switches: Switches) -> None:
     fetch = ShmBackend.fetch
 
-    async def fetch_or_fail(backend: ShmBackend, ticket: Ticket, skip: int, into: Sequence[int], *part: Any) -> int:
+    async def fetch_or_fail(backend: ShmBackend, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         if switches.read().fails_pulls:
             raise TransferError("the fault machine lets no KV through")
-        return await fetch(backend, ticket, skip, into, *part)
+        return await fetch(backend, ticket, skip, into)
 
     put(ShmBackend, "fetch", fetch_or_fail)
 

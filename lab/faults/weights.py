@@ -116,7 +116,3 @@ class WeightsHistory:
         }
         is_only = any(worker == one.worker and one.from_s <= from_s and until_s <= one.until_s for one in self._only)
         return found if is_only else found | {ORIGINAL}
-
-    def is_mixed(self, from_s: float, until_s: float) -> bool:
-        """Return whether not all workers had the same weights at that time."""
-        return self.possible("", from_s, until_s) != {ORIGINAL}

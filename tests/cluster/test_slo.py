@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvmesh.cluster.config import load_cluster
 from kvmesh.cluster.processes import process_specs, read_frontend
-from kvmesh.cluster.slo import with_one_slo
+from kvmesh.cluster.running import with_one_slo
 from kvmesh.mesh.config import load
 from kvmesh.planner.config import ServiceConfig
 from kvmesh.router.config import RouterConfig

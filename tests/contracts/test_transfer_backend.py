@@ -166,16 +166,16 @@ async def test_an_idle_backend_costs_no_cpu(pair: tuple[TransferBackend, np.ndar
 
 def test_neighbours_at_both_ends_are_copied_as_one() -> None:
     size = LAYOUT.block_bytes
-    spans = plan_spans([3, 4, 5, 9, 10], [7, 8, 1, 2, 3], LAYOUT, None)
+    spans = plan_spans([3, 4, 5, 9, 10], [7, 8, 1, 2, 3], LAYOUT)
     assert spans.tolist() == [[3 * size, 7 * size, 2 * size], [5 * size, size, size], [9 * size, 2 * size, 2 * size]]
-    assert plan_spans([], [], LAYOUT, None).shape == (0, 3)
+    assert plan_spans([], [], LAYOUT).shape == (0, 3)
 
 
 @pytest.mark.parametrize("block_id", [-1, 1 << 32, (1 << 64) // LAYOUT.block_bytes, 1 << 70])
 def test_blocks_that_cannot_be_are_refused(block_id: int) -> None:
     """Their place in bytes would be somewhere else, if it were computed in 64 bits."""
     with pytest.raises(TransferError, match="blocks that cannot be"):
-        plan_spans([1, block_id], [1, 2], LAYOUT, None)
+        plan_spans([1, block_id], [1, 2], LAYOUT)
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """The pages of a running mesh have the metrics and labels of the list, and nothing else."""
 
-from kvmesh.lab.observability.exported import exported
+from kvmesh.lab.observability.check import exported
 from tests.support.mesh import Mesh
 
 EVERYWHERE = {"kvmesh_build_info", "kvmesh_plane_connections", "process_cpu_seconds_total"}

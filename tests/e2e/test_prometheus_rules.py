@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvmesh.frontend.errors import OUTCOMES
-from kvmesh.lab.observability.exported import undeclared_names
+from kvmesh.lab.observability.check import undeclared_names
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "prometheus"

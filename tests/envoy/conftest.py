@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
-from kvmesh.lab.bench.envoy import HOST, EnvoyPort, Mode, find_envoy, free_ports, running_envoy
 from kvmesh.mesh.address import join_address
+from tests.envoy.proxy import HOST, EnvoyPort, Mode, find_envoy, free_ports, running_envoy
 from tests.support.patience import PATIENCE_S
 
 MODES: tuple[Mode, ...] = ("buffered", "duplex")

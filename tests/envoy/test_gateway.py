@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmesh.lab.bench.envoy import Mode
 from tests.envoy.conftest import LARGE, MODES, SMALL, GatewayMesh, until
+from tests.envoy.proxy import Mode
 from tests.support.patience import PATIENCE_S
 
 both_modes = pytest.mark.parametrize("mode", MODES)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.lab.bench.envoy import ROOT
+from tests.envoy.proxy import ROOT
 
 RECORDED = ROOT / "tests" / "frontend" / "picker" / "ext_proc.json"
 RECORDER = ROOT / "tests" / "envoy" / "record_messages.py"

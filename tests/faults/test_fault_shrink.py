@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvmesh.lab.faults.command import shortened, shrink
 from kvmesh.lab.faults.schedule import plan
-from kvmesh.lab.faults.shrink import shortened, shrink
 
 
 @pytest.mark.parametrize("guilty", [{3}, {0, 19}, {4, 5, 6}, {1, 9, 17}])

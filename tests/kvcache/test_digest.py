@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.kvcache.digest import digest_terms
+from kvmesh.kvcache.pool import digest_terms
 from kvmesh.protocol.hashing import digest_term
 
 

@@ -29,7 +29,7 @@ from kvmesh.kvevents.cursor import (
 )
 from kvmesh.kvevents.formats import encode_payload
 from kvmesh.kvevents.pending import PendingBudget
-from kvmesh.kvevents.ring import ReplayRing
+from kvmesh.kvevents.publisher import ReplayRing
 from kvmesh.protocol.events import Digest, Stored
 from kvmesh.protocol.hashing import sequence_hashes
 from kvmesh.protocol.ids import WorkerId

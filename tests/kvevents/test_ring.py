@@ -1,6 +1,6 @@
 """The replay ring's bounds."""
 
-from kvmesh.kvevents.ring import ReplayRing
+from kvmesh.kvevents.publisher import ReplayRing
 
 
 def kept(ring: ReplayRing, since: int = 0, limit: int = 99) -> list[tuple[int, bytes]]:

@@ -21,7 +21,7 @@ def kvmesh(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "kvmesh", *words], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("words", ["bench soak --help", "workers --help", "--help", "help", "--version", "fronted"])
+@pytest.mark.parametrize("words", ["bench serve --help", "workers --help", "--help", "help", "--version", "fronted"])
 def test_a_reader_that_leaves_ends_a_command_in_silence(words: str) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

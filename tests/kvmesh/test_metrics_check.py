@@ -9,11 +9,17 @@ import sys
 import pytest
 import yaml
 
+from kvmesh.lab.observability.check import (
+    alert_names,
+    duration_ms,
+    exported,
+    scaled_expression,
+    scaled_rules,
+    undeclared_names,
+)
 from kvmesh.lab.observability.dashboards import DASHBOARDS, dashboard_files, panel_queries
-from kvmesh.lab.observability.exported import exported, undeclared_names
 from kvmesh.lab.observability.named_faults import FAULTS
 from kvmesh.lab.observability.prometheus import prometheus_program
-from kvmesh.lab.observability.scaled_rules import alert_names, duration_ms, scaled_expression, scaled_rules
 from kvmesh.lab.observability.write import ROOT, RULES
 
 RULES_TEXT = (ROOT / RULES).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.planner.budget import Counts, ScalingLimits
-from kvmesh.planner.reference import decode_throughput, legacy_decode, legacy_prefill, legacy_sizing, reference_sizing
+from kvmesh.planner.reference import reference_sizing
 from kvmesh.planner.sizing import (
     Demand,
     Slo,
@@ -147,55 +147,6 @@ def test_more_load_never_takes_fewer_workers(demand: Demand, more: float) -> Non
 # --- the reference ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("requests", "decode_rate", "expected"),
-    [(10, 10_000, (1, 1)), (500, 1_000, (1, 2))],
-)
-def test_the_legacy_formulas_give_their_published_values(
-    requests: int, decode_rate: float, expected: tuple[int, int]
-) -> None:
-    """A minute's requests of 3000 tokens in, 150 out, on GPUs that prefill 40,000 tokens/s."""
-    prefill = legacy_prefill(requests, 3000, 60, 40_000, 1)
-    assert (prefill, legacy_decode(requests, 150, 60, decode_rate, 1)) == expected
-
-
-@pytest.mark.parametrize(("rps", "expected"), [(10, (1, 1)), (20, (2, 1))])
-def test_the_legacy_formulas_scale_as_the_published_scenario(rps: int, expected: tuple[int, int]) -> None:
-    """Published scenario: 3000/150 tokens, an 8B model, 40,000 tokens/s prefill and 10,000 tokens/s decode per GPU."""
-    assert (legacy_prefill(rps * 60, 3000, 60, 40_000, 1), legacy_decode(rps * 60, 150, 60, 10_000, 1)) == expected
-
-
-def test_the_legacy_formulas_divide_by_the_gpus_of_a_worker() -> None:
-    assert (legacy_prefill(20, 3000, 60, 40_000, 2), legacy_decode(20, 150, 60, 5_000, 4)) == (1, 1)
-
-
-def test_the_legacy_prefill_ignores_slow_workers() -> None:
-    assert legacy_prefill(1000, 3000, 60, 40_000, 1, 2.5) == legacy_prefill(1000, 3000, 60, 40_000, 1, 1.0) == 2
-    assert legacy_prefill(1000, 3000, 60, 40_000, 1, 0.5) == 1
-
-
-def test_the_published_interpolation_gives_the_published_request_rates() -> None:
-    """Published: 110,893.48 tokens/s prefill saturate at 36.96 requests/s of 3000, 10,226.60 decode at 68.18 of 150."""
-    assert legacy_prefill(36.96, 3000, 1, 110_893.48, 1) == 1
-    assert legacy_prefill(36.97, 3000, 1, 110_893.48, 1) == 2
-    assert legacy_decode(68.17, 150, 1, 10_226.60, 1) == 1
-    assert legacy_decode(68.18, 150, 1, 10_226.60, 1) == 2
-
-
-def test_decode_throughput_is_measured_at_the_fullest_allowed_kv() -> None:
-    profile = an_8b()
-    context, slo_s = 2100, 0.02
-    rate = decode_throughput(profile, context, slo_s)
-    kv_tokens = next(
-        profile.total_kv_tokens * percent / 100
-        for percent in range(100, 0, -1)
-        if profile.decode_s(profile.total_kv_tokens * percent / 100, context) <= slo_s
-    )
-    assert rate == pytest.approx(kv_tokens / context / profile.decode_s(kv_tokens, context))
-    assert decode_throughput(profile, context, slo_s, correction=2.0) < rate
-    assert decode_throughput(profile, context, slo_s, correction=0.0) == rate  # nothing is divided by
-
-
 @given(demands())
 def test_ours_never_plans_with_fewer_workers_than_the_reference(demand: Demand) -> None:
     profile = an_8b()
@@ -205,10 +156,9 @@ def test_ours_never_plans_with_fewer_workers_than_the_reference(demand: Demand) 
     assert max(1, ours[1]) >= theirs.decode
 
 
-def test_the_legacy_sizing_ignores_cached_tokens() -> None:
+def test_the_reference_counts_cached_tokens() -> None:
     profile = an_8b()
     cold, warm = Demand(100.0, 4000, 100), Demand(100.0, 4000, 100, hit_share=0.9)
-    assert legacy_sizing(profile, profile, cold, SLO, 60) == legacy_sizing(profile, profile, warm, SLO, 60)
     newer = reference_sizing(profile, profile, warm, SLO, WIDE)
     assert newer.prefill < reference_sizing(profile, profile, cold, SLO, WIDE).prefill
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 
-from kvmesh.kvcache.transfer.heads import BlockPart
 from kvmesh.kvcache.transfer.shm import ShmBackend
 from kvmesh.protocol.messages import Ticket
 
@@ -16,7 +15,7 @@ class HangingBackend(ShmBackend):
         self.go_on = asyncio.Event()
         self.fetching = asyncio.Event()
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], part: BlockPart | None = None) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         self.fetching.set()
         waiting = asyncio.ensure_future(self.go_on.wait())
         try:
@@ -24,4 +23,4 @@ class HangingBackend(ShmBackend):
         except asyncio.CancelledError:
             await asyncio.wait([waiting])
             raise
-        return await super().fetch(ticket, skip, into, part)
+        return await super().fetch(ticket, skip, into)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.workers.pull_pace import HOPELESS_S, LATE_S, TIMES_HOPELESS, TIMES_USUAL, PullPace
+from kvmesh.workers.pulls import HOPELESS_S, LATE_S, TIMES_HOPELESS, TIMES_USUAL, PullPace
 
 
 def test_without_any_pull_so_far_only_the_setting_limits() -> None:

@@ -1,7 +1,7 @@
 """The limits of one key, kept for several frontends."""
 
 from kvmesh.frontend.keys.budget import HOLD_S, Budget, KeyLimits, OverLimit, left_of
-from kvmesh.frontend.keys.estimate import Estimate, reserved_tokens
+from kvmesh.frontend.keys.meter import Estimate, reserved_tokens
 
 
 def test_a_refusal_names_the_limit_and_takes_nothing() -> None:

@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvmesh.frontend.keys.budget import KeyLimits
-from kvmesh.frontend.keys.errors import RateLimitedError
-from kvmesh.frontend.keys.meter import KeyVisit
+from kvmesh.frontend.keys.meter import KeyVisit, RateLimitedError
 from kvmesh.frontend.keys.meters import Meters
 from kvmesh.frontend.keys.sharing import LimitSharing
 from kvmesh.frontend.keys.window import SLOT_S, WINDOW_S

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from kvmesh.kvevents.subscriber import KvEventSubscriber
+from kvmesh.kvevents.transport import KvSource
 from kvmesh.protocol.errors import EngineError, MeshError
 from kvmesh.protocol.events import Digest, KvEvent
 from kvmesh.protocol.hashing import hash_seed, token_bytes
@@ -20,7 +22,6 @@ from kvmesh.workers.engine import EngineInfo, EngineLoad, EngineReport
 from kvmesh.workers.engines.attached.asking import ANSWER_S, HealthCheck, probe_server, probe_tasks
 from kvmesh.workers.engines.attached.completions import EMBEDDINGS, Completions, as_engine_errors
 from kvmesh.workers.engines.attached.describe import info_of, model_folder
-from kvmesh.workers.engines.attached.events import Follower
 from kvmesh.workers.engines.attached.handover import BootstrapHandover, Handover, ParamsHandover
 from kvmesh.workers.engines.attached.http import ServerHttp
 from kvmesh.workers.engines.attached.metrics import ServerMetrics
@@ -29,9 +30,29 @@ from kvmesh.workers.engines.attached.probe import only_rank, read_load
 from kvmesh.workers.engines.attached.server import AttachedServer, EventSource, ServerLoad
 from kvmesh.workers.engines.attached.texts import read_texts
 from kvmesh.workers.engines.attached.translate import TOKEN_BYTES, check_honoured, embedding_body, read_vector
-from kvmesh.workers.engines.external.cache import RankCache
+from kvmesh.workers.engines.external.cache import EngineCache, RankCache
 from kvmesh.workers.engines.external.content import ServerContent
 from kvmesh.workers.engines.external.life import EngineLife
+
+
+class Follower:
+    """Follows one server. Belongs to the event loop it was made on."""
+
+    def __init__(self, worker_id: WorkerId, source: EventSource, cache: EngineCache) -> None:
+        """Raise ConfigError for an endpoint that is none."""
+        self._worker_id = worker_id
+        self._subscriber = KvEventSubscriber(cache)
+        self._subscriber.add(KvSource(worker_id, source.endpoint, source.replay_endpoint, topic=source.topic))
+
+    @property
+    def is_live(self) -> bool:
+        """True once all that the server is known to have published was applied."""
+        return self._subscriber.is_live(self._worker_id)
+
+    async def close(self) -> None:
+        """A second call does nothing."""
+        await self._subscriber.close()
+
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,30 @@ import msgspec
 from kvmesh.protocol.errors import ConfigError, InvalidRequestError
 from kvmesh.protocol.messages import UNREADABLE, Feature, GenerateRequest, Guide, GuideKind, Role
 from kvmesh.workers.choices import choices_of
-from kvmesh.workers.engines.attached.bootstrap import bootstrap_transfer
 from kvmesh.workers.engines.attached.probe import with_cache_config, with_disaggregation, with_event_sources, with_props
-from kvmesh.workers.engines.attached.server import AttachedServer, Body, LoadMetrics, Probe, ServerKind
+from kvmesh.workers.engines.attached.server import AttachedServer, Body, Disaggregation, LoadMetrics, Probe, ServerKind
 from kvmesh.workers.engines.attached.tickets import BACKEND
+from kvmesh.workers.engines.sglang.bootstrap import backend_name
+
+START_HINT = "start it with --disaggregation-mode {role}, or attach it without --role"
+
+
+def bootstrap_transfer(role: Role, told: Disaggregation | None) -> str:
+    """Return the KV transfer for the worker's card: "" for a server that does both halves.
+
+    Raise ConfigError for a server that was started in another role.
+    """
+    mode = "null" if told is None else told.mode
+    if role is Role.AGGREGATED:
+        if mode != "null":
+            raise ConfigError(f"this SGLang server runs as {mode}", hint=f"attach it with --role {mode}")
+        return ""
+    if mode != role.value:
+        found = "does not say that it can" if mode == "null" else f"runs as {mode}"
+        raise ConfigError(f"--role {role.value}, and the server {found}", hint=START_HINT.format(role=role.value))
+    assert told is not None
+    return backend_name(told.transfer)
+
 
 _BASE = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"})
 _USUAL = _BASE | {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids"}

@@ -19,7 +19,6 @@ from kvmesh.protocol.errors import ConfigError, WireError
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # a prefill engine takes it for "nobody fetches this"
 
 MAX_METRICS_BYTES = 1 << 16
-_FLAGS_HINT = "check what follows --"
 _OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Run a real Envoy with an endpoint picker, for the benchmark of the picker and for tests."""
+"""Run a real Envoy with an endpoint picker."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ import yaml
 
 from kvmesh.protocol.errors import ConfigError, EngineError
 
-ROOT = Path(__file__).absolute().parents[3]
+ROOT = Path(__file__).absolute().parents[2]
 START_S = 30.0
 EXTENSIONS = "type.googleapis.com/envoy.extensions"
 HOST = "127.0.0.1"
-Mode = Literal["none", "buffered", "duplex"]
+Mode = Literal["buffered", "duplex"]
 PROCESSING: dict[Mode, dict[str, str]] = {
     "buffered": {"request_body_mode": "BUFFERED", "response_header_mode": "SEND", "response_body_mode": "NONE"},
     "duplex": {
@@ -34,11 +34,10 @@ PROCESSING: dict[Mode, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class EnvoyPort:
-    """A port of Envoy. `mode` none: without a picker, to the endpoint `to`."""
+    """A port of Envoy, and how it asks the picker."""
 
     port: int
     mode: Mode
-    to: str = ""
     message_timeout_s: float = 0.2
     max_message_timeout_s: float = 60.0
     fails_open: bool = False  # failure_mode_allow
@@ -99,20 +98,18 @@ def config_of(picker_port: int, listeners: Sequence[EnvoyPort]) -> dict[str, Any
     return {
         "static_resources": {
             "listeners": [_listener(listener) for listener in listeners],
-            "clusters": [_picked_cluster(), _picker_cluster(picker_port), *map(_plain_cluster, listeners)],
+            "clusters": [_picked_cluster(), _picker_cluster(picker_port)],
         }
     }
 
 
 def _listener(listener: EnvoyPort) -> dict[str, Any]:
-    filters: list[dict[str, Any]] = []
-    cluster = f"plain-{listener.port}"
-    if listener.mode != "none":
-        filters.append({"name": "envoy.filters.http.ext_proc", "typed_config": _ext_proc(listener)})
-        cluster = "picked"
     router = {"@type": f"{EXTENSIONS}.filters.http.router.v3.Router"}
-    filters.append({"name": "envoy.filters.http.router", "typed_config": router})
-    route = {"match": {"prefix": "/"}, "route": {"cluster": cluster, "timeout": "0s"}}
+    filters = [
+        {"name": "envoy.filters.http.ext_proc", "typed_config": _ext_proc(listener)},
+        {"name": "envoy.filters.http.router", "typed_config": router},
+    ]
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "picked", "timeout": "0s"}}
     manager = {
         "@type": f"{EXTENSIONS}.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": f"in-{listener.port}",
@@ -153,10 +150,6 @@ def _picker_cluster(port: int) -> dict[str, Any]:
     }
     options = {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2}
     return _static("picker", port) | {"typed_extension_protocol_options": options}
-
-
-def _plain_cluster(listener: EnvoyPort) -> dict[str, Any]:
-    return _static(f"plain-{listener.port}", int((listener.to or ":9").rpartition(":")[2]))
 
 
 def _static(name: str, port: int) -> dict[str, Any]:
