@@ -36,7 +36,7 @@ from kvmesh.cluster.tiny_model import CHECKPOINT_DIR
 from kvmesh.commands.bench.apart import apart
 from kvmesh.commands.bench.machine import cpu_name
 from kvmesh.commands.bench.prompts import load_tokenizer, make_prompts
-from kvmesh.lab.bench import engine_steps
+from kvmesh.lab.bench import engine_steps, engine_versus
 from kvmesh.lab.bench.frontend import quantile_ms
 from kvmesh.lab.bench.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
 from kvmesh.lab.settings import LabConfig
@@ -108,6 +108,8 @@ GOALS = {
 def main(argv: list[str]) -> int:
     if argv[:1] == ["steps"]:
         return engine_steps.main(argv[1:])
+    if argv[:1] == ["versus"]:
+        return engine_versus.main(argv[1:])
     config = load_config(
         EngineBenchConfig,
         argv,

@@ -14,7 +14,7 @@ def test_the_help_lists_every_benchmark(argv: list[str], capsys: pytest.CaptureF
     assert {line.split()[0] for line in lines[2:]} == set(BENCHMARKS)
 
 
-@pytest.mark.parametrize("argv", [[name] for name in BENCHMARKS] + [["engine", "steps"]])
+@pytest.mark.parametrize("argv", [[name] for name in BENCHMARKS] + [["engine", "steps"], ["engine", "versus"]])
 def test_each_benchmark_says_what_it_measures(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*argv, "--help"])

@@ -21,7 +21,7 @@ from kvmesh.lab.bench.engine import (
     other_python,
     report_of,
 )
-from kvmesh.lab.bench.engine_steps import PARTS, SHAPES, StepModel, parts_of
+from kvmesh.lab.bench.engine_steps import SHAPES, StepModel
 from kvmesh.lab.bench.load import ClientWaits, LoadOutcome
 from kvmesh.protocol.errors import ConfigError, EngineError
 from kvmesh.protocol.messages import KvLayout
@@ -163,11 +163,5 @@ def test_the_engine_benchmark_compares_two_real_sides(capfd: pytest.CaptureFixtu
 def test_an_unknown_shape_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match="llama-8b"):
         main(["engine", "steps", "--shape", "nonsense"])
-
-
-def test_the_parts_of_a_step_are_shares_of_it() -> None:
-    torch = pytest.importorskip("torch")
-    parts = parts_of(lambda: torch.nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512)))
-    assert set(parts) == {*PARTS, "python"}
-    assert sum(parts.values()) == pytest.approx(1, abs=0.01)
-    assert parts["projections"] > 0
+    with pytest.raises(ConfigError, match="engine"):
+        main(["nonsense"])
