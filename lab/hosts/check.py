@@ -25,7 +25,7 @@ PROMPTS = range(1, 9)
 LATE_S = 1.5  # a fault with which no request can be answered ends after so long
 AWAY_S = LEASE_S + 2.0
 DIVERGED_S = 30.0  # for routers to know all caches again
-# With these, the frontend reaches no decode worker at all: requests wait for the end of the fault.
+# With these, the frontend reaches no decode worker at all: requests wait for the end of the fault, or get a 503.
 NOBODY_DECODES = {frozenset({"front", "decode"}), frozenset({"decode"}), frozenset({"front"})}
 Tell = Callable[[str], None]
 
@@ -127,7 +127,7 @@ class HostsCheck:
         )
 
     def wait_through(self, fault: str, kind: str, begin: Callable[[], None]) -> FaultResult:
-        """Send requests that nobody can answer before the network heals."""
+        """Send requests that nobody can answer before the network heals; resets get a 503 at once."""
         begin()
         began_s = time.monotonic()
         with ThreadPoolExecutor(2) as clients:

@@ -27,6 +27,7 @@ class FaultResult(Struct, frozen=True, kw_only=True):
     usual_extra_s: float | None  # the median
     pulled: int  # requests whose KV came over the network all the same
     heal_first_request_s: float  # of a request that is sent when the network has healed
+    refused: int = 0  # requests that were told at once that no worker can be reached
     waited_s: float = 0.0  # from the begin of healing until the requests that waited were answered
     tries: int = 1  # the times are those of the last one
 
@@ -112,8 +113,19 @@ def result_of(
 
 
 def late(result: FaultResult, waited_s: float) -> FaultResult:
-    """Return the result of a fault during which nobody could answer: how long it took is the fault's own time."""
-    return msgspec.structs.replace(result, worst_extra_s=None, usual_extra_s=None, waited_s=round(waited_s, 3))
+    """Return the result of a fault during which nobody could answer: how long it took is the fault's own time.
+
+    Where connections are refused, a 503 `no_worker` is the right answer: nothing says that the worker will return.
+    """
+    refused = sum("no_worker" in error for error in result.errors) if result.kind == "reset" else 0
+    return msgspec.structs.replace(
+        result,
+        failed=result.failed - refused,
+        refused=refused,
+        worst_extra_s=None,
+        usual_extra_s=None,
+        waited_s=round(waited_s, 3),
+    )
 
 
 def is_too_slow(result: FaultResult) -> bool:
