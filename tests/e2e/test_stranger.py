@@ -404,6 +404,7 @@ def test_no_zmq_socket_of_a_stranger_hears_events(mesh: ClosedMesh) -> None:
 def dialled(context: zmq.Context[Any], kind: int, mechanism: str, port: int) -> zmq.Socket[Any]:
     socket = context.socket(kind)
     socket.linger = 0
+    socket.reconnect_ivl = -1  # the port may be closed meanwhile, and belong to another test's mesh
     if mechanism == "plain":
         socket.plain_username, socket.plain_password = b"admin", b"admin"
     elif mechanism == "curve":

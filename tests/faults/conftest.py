@@ -1,6 +1,7 @@
 """Meshes that the fault tests share. After every test all workers are there and nothing is left in flight."""
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,13 @@ IN_FLIGHT = {
     "kvmesh_worker_used_blocks",
     "kvmesh_worker_kv_offers",
 }
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A folder with a short path: where TMPDIR is too long for sockets, `up` uses another one."""
+    with tempfile.TemporaryDirectory(prefix="kvm-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,13 +43,6 @@ class OwnMesh:
     def check_nothing_is_left(self) -> None:
         assert [p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
         assert list(self.tmp.iterdir()) == []
-
-
-@pytest.fixture
-def short_tmp() -> Iterator[Path]:
-    """A folder with a short path: where TMPDIR is too long for sockets, `up` uses another one."""
-    with tempfile.TemporaryDirectory(prefix="kvm-", dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture
