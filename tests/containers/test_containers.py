@@ -45,7 +45,8 @@ def test_an_image_has_an_ordinary_user_and_no_compiler(engine: Engine, images: I
 
 def test_the_control_image_has_neither_torch_nor_a_model(engine: Engine, images: Images) -> None:
     script = (
-        "import importlib.util as u, frontend.service, router.service, planner.service, router._native;"
+        "import importlib.util as u;"
+        "import kvmesh.frontend.service, kvmesh.router.service, kvmesh.planner.service, kvmesh.router._native;"
         "print([name for name in ('torch', 'nixl', 'transformers') if u.find_spec(name)])"
     )
     assert engine.run("run", "--rm", CONTROL, "python", "-c", script).strip() == "[]"
