@@ -22,7 +22,7 @@ ControlPath = Annotated[  # the type of a command's setting
 def find_control(given: str) -> Path | None:
     """Return the path of the control socket; None if none is given and none is found. Raise ConfigError.
 
-    Without `given`, the user's own meshes in temporary folders count; a mesh with a --run-dir is found only by its name.
+    Without `given`, the user's own meshes in temporary folders count; one with a --run-dir is found only by its name.
     """
     if given:
         path = Path(given.removeprefix("unix:"))
