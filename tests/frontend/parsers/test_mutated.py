@@ -118,6 +118,21 @@ def test_an_answer_cut_anywhere_has_sound_calls_and_loses_no_word(name: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "end"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}', "\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=now>", "\n</function>\n</tool_call>"),
+        ("seed_oss", "<seed:tool_call>\n<function=now>", "\n</function>\n</seed:tool_call>"),
+        ("pythonic", "<|python_start|>[now()]", "<|python_end|>"),
+    ],
+)
+def test_an_answer_cut_in_the_end_of_a_call_shows_no_markup(name: str, text: str, end: str) -> None:
+    for size in range(len(end) + 1):
+        events = run(opened(name), [text + end[:size]])
+        assert events == [CallBegun(0, "now", None), CallArguments(0, "{}")], end[:size]
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("glm45", "<tool_call>search<arg_key>days</arg_key><arg_value><arg_value><arg_v"),
