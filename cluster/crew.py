@@ -280,7 +280,7 @@ class Crew:
         timeout_s = 2 * self._drain_timeout_s + 10
         try:
             await self._plane.ask(card.address, "control", control, ControlReply, timeout_s)
-            self._tell(f"{member.name} is now a {role.value} worker")
+            self._tell(f"{member.name} is now {role.noun}")
         except MeshError as error:
             self._has_role(member, before)
             self._note(member.name, error)

@@ -19,7 +19,9 @@ BodyT = TypeVar("BodyT")
 _MISSING = re.compile(r"^Object missing required field `([^`]*)`")
 _UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
 _BYTE = re.compile(r" \(byte (\d+)\)$")
-_CUT = "Input data was truncated"
+_CUT = "Input data was truncated"  # msgspec says so too of half a surrogate pair within the last bytes of a body
+_HALF_PAIR = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?:[^\\]|\\[^u])")
+_PAIR_BYTES = 12
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
@@ -48,7 +50,11 @@ def _json_fault(body: bytes, error: Exception) -> str:
     if (found := _BYTE.search(str(error))) is not None:
         reason = str(error)[: found.start()].removeprefix("JSON is malformed: ")
         return f"{reason} at {_place(body, int(found.group(1)))}"
-    return f"the text ends too early, at {_place(body, len(body))}" if str(error) == _CUT else str(error)
+    if str(error) != _CUT:
+        return str(error)
+    if (half := _HALF_PAIR.search(body, max(len(body) - _PAIR_BYTES, 0))) is not None:
+        return f"half of a utf-16 surrogate pair at {_place(body, half.start(1))}"
+    return f"the text ends too early, at {_place(body, len(body))}"
 
 
 def _place(body: bytes, byte: int) -> str:

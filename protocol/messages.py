@@ -34,6 +34,11 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    @property
+    def noun(self) -> str:
+        """Return what a sentence calls such a worker: `an aggregated worker`."""
+        return f"{'an' if self is Role.AGGREGATED else 'a'} {self.value} worker"
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string

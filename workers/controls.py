@@ -94,7 +94,7 @@ class WorkerControls:
         """Turn, and say under which id the worker has come back. It is no error to ask for the role that it has."""
         place = self._place
         if role is place.role and place.states.has_card:
-            return ControlReply(detail=f"it is a {role.value} worker already", worker_id=place.worker_id)
+            return ControlReply(detail=f"it is {role.noun} already", worker_id=place.worker_id)
         check_can_turn(self._engine, place.engine_kind, self._info(), role)
         return ControlReply(detail=await self._life.turn(role), worker_id=place.worker_id)
 

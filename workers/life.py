@@ -175,7 +175,7 @@ class WorkerLife:
         await place.change(role, tells_events=self._info().tells_events)
         assert isinstance(self._engine, Turnable)
         self._engine.rename(place.worker_id)
-        return f"it is a {role.value} worker now, {place.worker_id}"
+        return f"it is {role.noun} now, {place.worker_id}"
 
     async def _show(self) -> None:
         """Have /health and the card say in which state the worker is."""

@@ -522,7 +522,7 @@ class Worker:
         if role is not (Role.DECODE if request.offer_kv else Role.PREFILL):
             return
         if self._place.states.turns:  # the caller has not heard of the change yet
-            raise DrainingError(f"this worker has become a {role.value} worker")
+            raise DrainingError(f"this worker has become {role.noun}")
         if role is Role.DECODE:
             raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")
         raise InvalidRequestError("a prefill worker only prefills", hint="send the request to a decode worker")

@@ -199,7 +199,7 @@ class WorkerStates:
         if self.state in _ENDS:
             return "this worker is shutting down"
         if self.to_role is not None:
-            return f"this worker is becoming a {self.to_role.value} worker"
+            return f"this worker is becoming {self.to_role.noun}"
         return f"this worker is {self.state.value}"
 
     def _refused(self, order: WorkerOrder, hint: str) -> MeshError:

@@ -135,7 +135,7 @@ class _OpenCall:
         read, at = self._scanner.feed(fragment, 0, len(fragment))
         self._held.append(read)
         if at < len(fragment):
-            self._rest = fragment[at:]
+            self._rest += fragment[at:]
             self.is_over = self._scanner.broken or bool(self._rest.strip())
         if self._scanner.closing is not None:
             held = "".join(self._held)
@@ -156,5 +156,5 @@ class _OpenCall:
                 good, closing = at, scanner.closing
             elif char == "," and scanner.closing_before_comma is not None:
                 good, closing = at - 1, scanner.closing_before_comma
-        rest = self._rest if self._rest.strip() else ""
+        rest = self._rest if self._scanner.broken or self._rest.strip() else ""
         return held[:good] + (closing or ""), held[good:] + rest

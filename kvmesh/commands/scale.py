@@ -56,7 +56,7 @@ def counts_of(words: Sequence[str]) -> dict[Role, int]:
         role, _, count = word.partition("=")
         if role not in roles:
             raise unknown(f"role {role!r}", role, roles, f"write {USAGE}")
-        if not count.isdecimal() or int(count) > MAX_WORKERS:
+        if not count.isdecimal() or len(count) > len(str(MAX_WORKERS)) or int(count) > MAX_WORKERS:
             raise ConfigError(f"{word} gives no number of workers", hint=f"write {role}=N, from 0 to {MAX_WORKERS}")
         counts[Role(role)] = int(count)
     return counts

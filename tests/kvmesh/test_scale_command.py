@@ -1,5 +1,6 @@
 """`kvmesh scale` and `kvmesh workers` on the machine of the mesh: over its control socket, without a key."""
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -92,6 +93,16 @@ async def test_of_several_meshes_one_has_to_be_named(host: FakeHost, temporary: 
         assert find_control(str(other)) == (other / "control").resolve() / CONTROL_FILE
 
 
+async def test_a_mesh_of_another_user_is_not_found(
+    host: FakeHost, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    async with control_socket(host.crew, run_dir(temporary, "a")):
+        assert find_control("") is not None
+        monkeypatch.setattr("os.geteuid", lambda: user + 1)
+        assert find_control("") is None
+
+
 def test_a_mesh_that_was_killed_is_not_found(temporary: Path) -> None:
     left = run_dir(temporary, "a") / "control"
     left.mkdir()
@@ -108,6 +119,7 @@ def test_a_mesh_that_was_killed_is_not_found(temporary: Path) -> None:
         (["decode=many"], "from 0 to 256"),
         (["decode=257"], "from 0 to 256"),
         (["decode=-1"], "from 0 to 256"),
+        (["decode=" + "9" * 5000], "from 0 to 256"),
     ],
 )
 def test_words_that_are_no_counts_are_refused(words: list[str], why: str) -> None:

@@ -103,6 +103,11 @@ async def test_requests_that_take_too_long_are_sent_elsewhere() -> None:
         await request
 
 
+async def test_a_worker_that_becomes_aggregated_says_so_in_english() -> None:
+    _, place, set_role = turning(engine=Engine())
+    assert await set_role(Role.AGGREGATED) == f"it is an aggregated worker now, {place.worker_id}"
+
+
 async def test_an_unfetched_offer_delays_a_turn_by_one_drain() -> None:
     _, place, set_role = turning(engine=Engine(*[1] * 1000), drain_timeout_s=0.05)
     await set_role(Role.DECODE)

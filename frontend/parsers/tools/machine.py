@@ -72,9 +72,14 @@ class CallMachine:
         rest = [*self._words(), self._text]
         self._raw.clear()
         self._text = ""
-        if not any(rest) or (self._calls and not "".join(rest).strip()):
+        if not any(rest) or (self._calls and self._is_markup("".join(rest).strip())):
             return ()
         return [Content(text) for text in rest if text]
+
+    def _is_markup(self, rest: str) -> bool:
+        """Return whether the answer ends within what closes a call: `</tool_c` is no word of the model."""
+        is_at_call = self._in_call or self._blank
+        return not rest or (is_at_call and any(end.startswith(rest) for end in self.closers + self.trailers))
 
     # --- for a format to say -------------------------------------------------------------------------
 

@@ -79,6 +79,13 @@ class TaggedCalls(CallMachine):
         self._state = self._argument_or_end
         return True
 
+    def _words(self) -> list[str]:
+        """Return all that was read of a value: a part of it may look like a tag, by where the text was cut."""
+        if self._state != self._in_value:
+            return super()._words()
+        read, self._raw = self._raw, []
+        return read
+
     def _more_value(self, text: str) -> None:
         if self._types == TEXT:
             self._argue(escaped(text))

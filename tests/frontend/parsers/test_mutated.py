@@ -115,3 +115,34 @@ def test_an_answer_cut_anywhere_has_sound_calls_and_loses_no_word(name: str) -> 
         check(events, special)
         told = "".join(event.fragment if isinstance(event, CallArguments) else str(event) for event in events)
         assert all(word in told for word in ("Words one", "Köln") if name != "forced" and word in text[:size]), events
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "end"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}', "\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=now>", "\n</function>\n</tool_call>"),
+        ("seed_oss", "<seed:tool_call>\n<function=now>", "\n</function>\n</seed:tool_call>"),
+        ("pythonic", "<|python_start|>[now()]", "<|python_end|>"),
+    ],
+)
+def test_an_answer_cut_in_the_end_of_a_call_shows_no_markup(name: str, text: str, end: str) -> None:
+    for size in range(len(end) + 1):
+        events = run(opened(name), [text + end[:size]])
+        assert events == [CallBegun(0, "now", None), CallArguments(0, "{}")], end[:size]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm45", "<tool_call>search<arg_key>days</arg_key><arg_value><arg_value><arg_v"),
+        ("harmony", '<|channel|>commentary to=functions.search <|message|>{"days": nul 3}<|call|>'),
+        ("harmony", '<|channel|>commentary to=functions.search <|message|>{"query": "\\ b"}<|call|>'),
+        ("harmony", '<|channel|>commentary to=functions.search <|message|>{"days": 3} b<|call|>'),
+    ],
+)
+def test_what_is_left_of_a_broken_call_does_not_depend_on_the_cuts(name: str, text: str) -> None:
+    whole = run(opened(name), [text])
+    assert run(opened(name), list(text)) == whole
+    for place in range(len(text)):
+        assert run(opened(name), [text[:place], text[place:]]) == whole, place

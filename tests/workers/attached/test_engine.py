@@ -475,6 +475,8 @@ async def test_what_the_server_cannot_be_is_refused_at_the_start(attach: Attach)
         await attach(VllmServer(), model="big")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         await attach(OpenAiServer(), model_path="/nowhere")
+    with pytest.raises(ConfigError, match=r"and the server names no folder: no tokenizer\.json is found"):
+        await attach(OpenAiServer(), model_path="")
     without = VllmServer()
     without.has_connector = False
     with pytest.raises(ConfigError, match="--kv-transfer-config"):

@@ -20,8 +20,9 @@ def model_folder(config: WorkerConfig, server: AttachedServer) -> Path:
         if folder and (Path(folder) / "tokenizer.json").is_file():
             return Path(folder).resolve()
     where = f"--model-path is {config.model_path!r}" if config.model_path else "there is no --model-path"
+    there = f"the server has its model from {server.root!r}" if server.root else "the server names no folder"
     raise ConfigError(
-        f"{where}, and the server has its model from {server.root or 'an unknown place'!r}: no tokenizer.json there",
+        f"{where}, and {there}: no tokenizer.json is found",
         hint="give --model-path the model's Hugging Face folder: the mesh tokenizes with it",
     )
 

@@ -13,6 +13,7 @@ from kvmesh.protocol.errors import (
 from kvmesh.protocol.messages import UNREADABLE
 
 MAX_MESSAGE_CHARS = 2000
+MAX_RETRY_DIGITS = 6  # of Retry-After, in seconds: a longer wait is no advice
 
 _BAD_REQUEST = {400, 404, 413, 415, 422}
 _ACCESS = {401, 403}
@@ -51,7 +52,8 @@ def _error_of(status: int, error: ServerErrorBody, retry_after: str) -> MeshErro
         is_too_long = error.param in _LENGTH_PARAMS or "context length" in error.message
         return (ContextLengthError if is_too_long else InvalidRequestError)(said)
     if status == 429:
-        return OverloadedError(said, retry_after_s=int(retry_after) if retry_after.isdecimal() else None)
+        seconds = int(retry_after) if retry_after.isdecimal() and len(retry_after) <= MAX_RETRY_DIGITS else None
+        return OverloadedError(said, retry_after_s=seconds)
     if status == 503:
         return DrainingError(said)
     if status in _ACCESS:
