@@ -24,7 +24,7 @@ def check_can_turn(engine: Engine, kind: str, info: EngineInfo, role: Role) -> N
         )
     if role not in info.roles:
         raise InvalidRequestError(
-            f"this worker cannot become a {role.value} worker", hint="its profile has no table for that role"
+            f"this worker cannot become {role.noun}", hint="its profile has no table for that role"
         )
 
 

@@ -318,11 +318,14 @@ def message_of(message: Message, index: int) -> ChatMessage:
         refuse(f"{where}.role", f"unknown role {shortened(message.role)!r}; expected one of {', '.join(ROLES)}")
     refuse_unsupported(message, MESSAGE_DEFAULTS, f"{where}.")
     thoughts = message.reasoning_content or message.reasoning
-    if message.content is None and not (message.role == "assistant" and (message.tool_calls or thoughts)):
-        refuse(f"{where}.content", "null is allowed with tool calls or reasoning only")
+    content = message.content
+    if content is None and message.role == "assistant":  # OpenAI's SDK appends a refusal to its history
+        content = message.refusal
+    if content is None and not (message.role == "assistant" and (message.tool_calls or thoughts)):
+        refuse(f"{where}.content", "null is allowed with tool calls, reasoning or a refusal only")
     return {
         "role": message.role,
-        "content": _content(message.content, where),
+        "content": _content(content, where),
         "name": message.name,
         "reasoning_content": thoughts,
         "tool_calls": _tool_calls(message),

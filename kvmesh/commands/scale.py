@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
         [word for word in argv if not _COUNT.fullmatch(word)],
         os.environ,
         prefix="KVMESH_SCALE_",
-        prog=USAGE,
-        description="Change how many workers the mesh of `kvmesh up` on this machine has, without a key: new ones are "
-        "started, surplus ones finish their requests and end.",
+        prog="kvmesh scale",
+        description=f"Change how many workers the mesh of `kvmesh up` on this machine has, without a key: `{USAGE}`. "
+        "New ones are started, surplus ones finish their requests and end.",
         section="scale",
     )
     asked = counts_of(words)
@@ -58,6 +58,8 @@ def counts_of(words: Sequence[str]) -> dict[Role, int]:
             raise unknown(f"role {role!r}", role, roles, f"write {USAGE}")
         if not count.isdecimal() or len(count) > len(str(MAX_WORKERS)) or int(count) > MAX_WORKERS:
             raise ConfigError(f"{word} gives no number of workers", hint=f"write {role}=N, from 0 to {MAX_WORKERS}")
+        if Role(role) in counts:
+            raise ConfigError(f"{role} is given twice", hint=f"write {USAGE}")
         counts[Role(role)] = int(count)
     return counts
 
@@ -84,7 +86,7 @@ def lines_of(asked: dict[Role, int], done: Scaled) -> list[str]:
     for role, count in asked.items():
         has = done.counts.get(role, 0)
         later = "" if has == count else f", {has - count} too many: a worker that starts is not taken away, ask again"
-        lines.append(f"{role.value}: {has} workers{later}")
+        lines.append(f"{role.value}: {has} worker{'s' * (has != 1)}{later}")
     lines += [f"{name} is being started; `kvmesh workers` shows when it is ready" for name in done.started]
     lines += [f"{name} finishes its requests and ends" for name in done.draining]
     return lines

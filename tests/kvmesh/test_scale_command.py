@@ -47,7 +47,7 @@ async def test_scale_changes_the_only_mesh_of_this_machine(
         assert control is not None
         assert await scale(control, {Role.DECODE: 1, Role.PREFILL: 2}) == 0
     said = capsys.readouterr().out
-    assert "decode: 1 workers" in said and "prefill-1 is being started" in said
+    assert "decode: 1 worker" in said and "prefill-1 is being started" in said
     assert "decode-1 finishes its requests and ends" in said
 
 
@@ -58,7 +58,7 @@ async def test_a_worker_that_starts_is_not_taken_away(
         path = Path(control.removeprefix("unix:"))
         await scale(path, {Role.DECODE: 3})
         assert await scale(path, {Role.DECODE: 0}) == 1
-    assert "decode: 1 workers, 1 too many" in capsys.readouterr().out
+    assert "decode: 1 worker, 1 too many" in capsys.readouterr().out
 
 
 async def test_scale_is_refused_where_a_planner_decides(host: FakeHost, temporary: Path) -> None:

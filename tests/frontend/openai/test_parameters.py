@@ -116,6 +116,11 @@ def test_prompts_are_texts_or_token_ids_one_or_several(prompt: Any, prompts: lis
     assert completion(prompt=prompt).prompts == prompts
 
 
+def test_a_refusal_of_the_assistant_is_its_content() -> None:
+    call = chat(messages=[*USER, {"role": "assistant", "content": None, "refusal": "I cannot help with that."}])
+    assert call.messages[1]["content"] == "I cannot help with that."
+
+
 def test_content_parts_are_joined_and_tool_arguments_are_objects() -> None:
     tool_call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     call = chat(
