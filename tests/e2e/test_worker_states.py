@@ -63,13 +63,14 @@ class Clients:
 class Operator:
     def __init__(self, mesh: Mesh, worker: str = "aggregated-0") -> None:
         self.mesh, self.worker = mesh, worker
+        self.pid = mesh.pid(worker)  # now: a worker that turns has no card for a moment
         self.http = httpx.Client(base_url=mesh.url, timeout=60, verify=TRUSTED, headers=SENT)
 
     def order(self, word: str) -> int:
         """Return the status of the answer, 0 for a signal."""
         if word == STOP:
-            with suppress(ProcessLookupError, KeyError):
-                os.kill(self.mesh.pid(self.worker), signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
             return 0
         is_role = word in ("prefill", "decode", "aggregated")
         body = {"action": "set_role", "arguments": {"role": word}} if is_role else {"action": word}
@@ -132,7 +133,7 @@ def clients_of(mesh: Mesh) -> Iterator[None]:
 
 def try_pair(operator: Operator, first: str, second: str, *, at_once: bool) -> None:
     """Give two orders under load, then look at the worker, and put it back."""
-    mesh, before = operator.mesh, operator.mesh.pid(operator.worker)
+    mesh, before = operator.mesh, operator.pid
     with ThreadPoolExecutor(1) as other:
         if at_once:
             asked = other.submit(operator.order, first)
