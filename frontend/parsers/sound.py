@@ -88,8 +88,9 @@ class SoundEvents:
                 yield Content(text[shown:where])
             if not marker:
                 break
-            keep = self._begun_at(text, where)
-            text, at, shown = text[keep:where] + text[where + len(marker) :], 0, where - keep  # at most a block
+            end = max(where, shown)  # what is shown of the token stays, and may begin another one
+            keep = self._begun_at(text, end)
+            text, at, shown = text[keep:end] + text[where + len(marker) :], 0, end - keep  # at most a block
         start = self._begun_at(text, where)
         self._held, self._shown = text[start:], max(shown, where) - start
 

@@ -14,7 +14,7 @@ from tests.frontend.parsers.streams import run
 from tests.support.budget import LARGE
 
 FORMATS = (*TOOL_PARSERS, "harmony", "forced")
-MUTATED = (1_000_000 if LARGE else 20_000) // len(FORMATS)  # of each format
+MUTATED = (40_000 if LARGE else 20_000) // len(FORMATS)  # of each format
 EACH = 100  # of one example
 TOOLS = [
     Tool("search", {"type": "object", "properties": {"query": {"type": "string"}, "days": {"type": "integer"}}}),
@@ -104,6 +104,12 @@ def test_mutated_answers_have_sound_calls_and_no_special_token_in_prose(name: st
         check(events, special)
         place = chance.randint(0, len(text))
         assert run(opened(name), [text[:place], text[place:]]) == events, text
+
+
+def test_the_shown_beginning_of_a_token_does_not_become_another_one() -> None:
+    text = ANSWERS["kimi_k2"].replace("{}<|tool_call_end|>", "{}<|<|tool_call_end|>tool_call_end|>")
+    text = text.replace("<|tool_calls_section_end|>", "tool_calls_section_end|>")
+    check(run(opened("kimi_k2"), [text]), tool_format("kimi_k2").special)
 
 
 @pytest.mark.parametrize("name", FORMATS)
