@@ -118,7 +118,7 @@ class Crew:
         return [m.card for m in self._members.values() if m.card is not None and self._state(m) == "ready"]
 
     def _known(self) -> list[WorkerCard]:
-        """Return the cards of all workers, of those that rest too."""
+        """Return the cards of all workers, including those that rest."""
         return [m.card for m in self._members.values() if m.card is not None]
 
     async def follow(self, discovery: Discovery) -> None:

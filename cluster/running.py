@@ -50,7 +50,7 @@ def with_one_slo(
 ) -> ClusterConfig:
     """Return the settings with the planner's SLO for the frontend, and with the frontend's for a router process.
 
-    What somebody has set wins: by a flag, in the environment or in a table of the file. An embedded router takes the
+    A value that is set wins: by a flag, in the environment or in a table of the file. An embedded router takes the
     frontend's SLO by itself. Raises ConfigError.
     """
     if planner is not None:

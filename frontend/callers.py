@@ -121,7 +121,7 @@ def sent_key(request: Request) -> str | None:
 
 
 def check_admin(request: Request) -> None:
-    """Raise ForbiddenError unless the key of a request may control the mesh. Where there are no keys, nobody may."""
+    """Raise ForbiddenError unless the request has an admin key. An API without keys has no admins."""
     caller = caller_of(request)
     if caller is None:
         raise ForbiddenError(

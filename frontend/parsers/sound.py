@@ -11,7 +11,7 @@ from kvmesh.frontend.parsers.text import JsonScanner, marker_finder
 
 MAX_TOKEN_CHARS = 64
 BLOCK_CHARS = 512  # of prose, searched at once: the work for each character stays constant
-_NONE = ("", "[]", "null", '""')  # written in place of an object without arguments
+_NONE = ("", "[]", "null", '""')  # models write these where the call has no arguments
 
 
 class SoundEvents:
