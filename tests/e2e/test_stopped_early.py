@@ -60,6 +60,7 @@ def test_a_service_that_is_stopped_while_it_starts_ends_soon(service: str, tmp_p
 
 SIGNALLED_IN_IMPORT = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may be a background job, which ignores it
 class Signal:
     def find_spec(self, name, path=None, target=None):
         if name == "{at}":
